@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="one virtual cluster for all: 2x1.5gbit, slow-cpu, or a TOML file",
     )
+    run.add_argument("--rounds", type=int, metavar="N", help="at most N rounds of each system")
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
     run.add_argument(
         "--threads",
@@ -127,6 +128,8 @@ def _run(options: argparse.Namespace) -> int:
     suite = read_suite(options.suite, tuple(SYSTEMS))
     if options.systems is not None:
         suite = suite.only_systems(name.strip() for name in options.systems.split(","))
+    if options.rounds is not None:
+        suite = suite.at_most(options.rounds)
     missing = {
         name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
     }

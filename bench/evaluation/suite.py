@@ -118,6 +118,13 @@ class Suite:
                 groups.append(replace(group, systems=kept, once=once))
         return replace(self, groups=tuple(groups))
 
+    def at_most(self, rounds: int) -> Suite:
+        """Return the same with no more than `rounds` rounds of a system."""
+        if rounds < 1:
+            raise SuiteError(f"A system has at least one round. Received: {rounds}")
+        groups = (replace(group, rounds=min(group.rounds, rounds)) for group in self.groups)
+        return replace(self, groups=tuple(groups))
+
     def with_threads(self, given: int | None, cores: Callable[[Group], float]) -> Suite:
         """Return the same with threads settled: `given`, else the group's own, else a rank's `cores`."""
 

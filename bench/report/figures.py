@@ -3,7 +3,7 @@
 A step is the median of the slowest rank over the timed steps, without the first of each round. Its noise is
 the standard error of that median (bench.rounds.timed_steps).
 
-Steps of an asynchronous system end in bursts. So its step is the mean of all steps with draining, and its
+Where steps are uneven, a step is the mean of all steps with draining, and its
 spread is the standard deviation. It is compared with the same mean of the other system: between begin and
 drained, all work is complete.
 """
@@ -45,7 +45,7 @@ class CaseFigures:
     sent_bytes: int
     rounds_step_s: Mapping[int, float]  # the median step of each round, by its number
     rounds_wall_s: Mapping[int, float]  # the same of wall_s
-    asynchronous: bool = False
+    uneven: bool = False
     alone_s: float | None = None  # computing alone in the same group; a drained mean if this step is one
     links_s: float | None = None  # the gradients' time on the slowest link
     links_rate: LinksRate = ""  # at the set rate or, without one, at the measured rate
@@ -180,21 +180,21 @@ def _good(rounds: Iterable[Round]) -> list[Round]:
 def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
     case = rounds[0].case
     slowest = slowest_rank(rounds)
-    asynchronous = case.system in SYSTEMS and SYSTEMS[case.system].asynchronous
+    uneven = case.system in SYSTEMS and SYSTEMS[case.system].uneven
     steps_by_round = [
-        each.ranks[slowest].step_s if asynchronous else counted(case.task, each.ranks[slowest].step_s)
+        each.ranks[slowest].step_s if uneven else counted(case.task, each.ranks[slowest].step_s)
         for each in rounds
     ]
     steps = [step for each in steps_by_round for step in each]
     ranks = [rank for each in rounds for rank in each.ranks]
     rounds_wall_s = {each.number: max(rank.wall_s for rank in each.ranks) for each in rounds}
     wall_s = median(list(rounds_wall_s.values()))
-    step_s = wall_s if asynchronous else median(steps)
+    step_s = wall_s if uneven else median(steps)
     return CaseFigures(
         case,
         step_s,
-        deviation(steps) if asynchronous else relative_spread(steps),
-        mean_noise(steps_by_round) if asynchronous else steps_noise(steps_by_round),
+        deviation(steps) if uneven else relative_spread(steps),
+        mean_noise(steps_by_round) if uneven else steps_noise(steps_by_round),
         wall_s,
         samples(case) / step_s,
         median([max(rank.first_step_s for rank in each.ranks) for each in rounds]),
@@ -203,7 +203,7 @@ def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
         max(rank.sent_bytes for rank in ranks),
         {each.number: median(steps) for each, steps in zip(rounds, steps_by_round, strict=True)},
         rounds_wall_s,
-        asynchronous,
+        uneven,
         parts=parts,
         usage=usage_of(rounds),
     )
@@ -212,7 +212,7 @@ def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
 def _with_bound(outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures | None) -> CaseFigures:
     if alone is None:
         return row
-    alone_s = alone.wall_s if row.asynchronous else alone.step_s
+    alone_s = alone.wall_s if row.uneven else alone.step_s
     gradient_bytes = max(
         rank.gradient_bytes
         for each in outcome.rounds

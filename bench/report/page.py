@@ -30,7 +30,7 @@ _HOW = (
     "one counts for no system: one that collects gradients in the next step has nothing to collect in it.",
     "Spread is half the distance between the quartiles of the steps. Noise is the standard error of the "
     "median.",
-    "Steps of the asynchronous tf-ps end in bursts. So its step is the mean of all with draining, and it is "
+    "Steps of tf-ps and hvpipe-local are uneven. So their step is the mean of all with draining, and it is "
     "compared with the same mean of the other system. Its spread is the standard deviation.",
     "Computing alone means that every rank trains at once without sharing. Efficiency is its step over this "
     "step.",

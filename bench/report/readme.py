@@ -11,6 +11,7 @@ from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
 from bench.report.figures import ALONE, CaseFigures, all_figures, by_group, fastest, is_exact, not_measured
 from bench.report.headlines import cautions, headlines
+from bench.systems import SYSTEMS
 
 BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -->"
 _WIDTH = 120  # of a Markdown line
@@ -58,8 +59,8 @@ def comparison(outcome: EvaluationOutcome) -> str:
         ),
         "",
         _wrapped(
-            f"Median step (mean where asynchronous: `tf-ps`), {machine}, {date}. In bold: the fastest system "
-            f"that trains exactly{_others(systems)}. `{ALONE}` is computing without sharing."
+            f"Median step{_means(systems)}, {machine}, {date}. In bold: the fastest system that trains "
+            f"exactly{_others(systems)}. `{ALONE}` is computing without sharing."
         ),
         "",
         *(_wrapped(each) for each in cautions(outcome)),
@@ -71,6 +72,12 @@ def comparison(outcome: EvaluationOutcome) -> str:
         f"| {_what(members[0])} | {' | '.join(_cells(members, systems, without))} |" for members in groups
     ]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+
+
+def _means(systems: Sequence[str]) -> str:
+    """Return which systems' steps are means, in parentheses."""
+    uneven = [f"`{system}`" for system in systems if system in SYSTEMS and SYSTEMS[system].uneven]
+    return f" (mean where steps are uneven: {', '.join(uneven)})" if uneven else ""
 
 
 def _others(systems: Sequence[str]) -> str:

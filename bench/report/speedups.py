@@ -19,7 +19,7 @@ from bench.systems import SYSTEMS
 
 NATIVE = ("tf-ps", "tf-mwms", "tf-mwms-tuned")
 BEST_NATIVE = "best native TensorFlow"
-SYNCHRONOUS_NATIVE = tuple(name for name in NATIVE if not SYSTEMS[name].asynchronous)
+SYNCHRONOUS_NATIVE = tuple(name for name in NATIVE if not SYSTEMS[name].uneven)
 
 
 _UPPER = 0.975  # the quantile that ends a 95 % interval
@@ -127,13 +127,13 @@ def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
 
 
 def _speedup(mine: CaseFigures, other: CaseFigures) -> float:
-    if mine.asynchronous or other.asynchronous:
+    if mine.uneven or other.uneven:
         return other.wall_s / mine.wall_s
     return other.step_s / mine.step_s
 
 
 def _compared(mine: CaseFigures, other: CaseFigures) -> Comparison:
-    drained = mine.asynchronous or other.asynchronous
+    drained = mine.uneven or other.uneven
     ours, theirs = (row.rounds_wall_s if drained else row.rounds_step_s for row in (mine, other))
     ratios = tuple(theirs[number] / ours[number] for number in sorted(set(ours) & set(theirs)))
     speedup = geometric_mean(ratios) if ratios else _speedup(mine, other)

@@ -31,7 +31,7 @@ _OPEN_MPI = {
 }
 
 
-def _hvpipe(name: str, title: str, exact: bool = True, **options: str) -> System:
+def _hvpipe(name: str, title: str, exact: bool = True, uneven: bool = False, **options: str) -> System:
     return System(
         name=f"hvpipe-{name}",
         title=f"hvpipe, {title}",
@@ -44,6 +44,7 @@ def _hvpipe(name: str, title: str, exact: bool = True, **options: str) -> System
             "stops nothing, which custom callbacks must declare as well to keep the overlap",
         ),
         exact=exact,
+        uneven=uneven,
     )
 
 
@@ -104,7 +105,7 @@ _ALL = (
             "a step ends when as many batches are done as there are workers; CPU and memory are those of the "
             "host's worker and server; steps end in bursts, so the step here is their mean with draining",
         ),
-        asynchronous=True,
+        uneven=True,
         exact=False,
     ),
     _mirrored(
@@ -135,7 +136,7 @@ _ALL = (
         _hvpipe(name, f"step, {compression}", exact=False, overlap="step", compression=compression)
         for name, compression in (("bf16", "bf16"), ("int8", "int8"), ("powersgd", "powersgd:4"))
     ),
-    _hvpipe("local", "averages every 8 steps", exact=False, overlap="local", every="8"),
+    _hvpipe("local", "averages every 8 steps", exact=False, uneven=True, overlap="local", every="8"),
 )
 
 SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}

@@ -20,9 +20,9 @@ class System:
     `adapter` is a module of bench.systems with a function `train(job)`, which every rank calls. `start` is
     "mpirun"; or "processes", one per rank, with a TF_CONFIG that names the others; or "servers", the same
     with a parameter server on each host and a coordinator. `environment` is set in every process before
-    imports; `options` are the adapter's own. If workers are `asynchronous`, several steps may end at once and
-    the next much later, so only their mean is meaningful. An `exact` system trains as one process would on
-    the whole batch, up to rounding in float32.
+    imports; `options` are the adapter's own. If its steps are `uneven` (asynchronous workers, or a reduction
+    every few steps), only their mean counts. An `exact` system trains as one process would on the whole
+    batch, up to rounding in float32.
     """
 
     name: str
@@ -33,7 +33,7 @@ class System:
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    asynchronous: bool = False
+    uneven: bool = False
     exact: bool = True
 
     def tuned(self, values: Mapping[str, str]) -> System:

@@ -322,3 +322,10 @@ def test_unknown_names() -> None:
     assert cluster_spec("2x1.5gbit").slowest_rate_bits_per_s == 1.5e9
     assert cluster_spec("2x300mbit").slowest_rate_bits_per_s == 300e6
     assert [host.cpus for host in cluster_spec("slow-both").hosts] == [1.0, 0.5]
+
+
+def test_at_most_some_rounds(tmp_path: Path) -> None:
+    suite = read_suite(written(tmp_path, GROUP + "rounds = 3"), ("a", "b", "c"))
+    assert [suite.at_most(rounds).groups[0].rounds for rounds in (1, 5)] == [1, 3]
+    with pytest.raises(SuiteError, match="at least one round. Received: 0"):
+        suite.at_most(0)
