@@ -69,8 +69,8 @@ TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 RING = {"HVPIPE_SHARED_MEMORY": "0"}
 OVER_CALLS = {"HVPIPE_TEST_OVER_CALLS": "1"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
-# Tracing takes a seventh less. Pipelines are compared with a tolerance, and other suites run some of the same
-# cases with TensorFlow's graph optimizer.
+# Tracing takes a seventh less. Data parallel cases run with TensorFlow's graph optimizer on 2 ranks;
+# pipelines are compared with a tolerance.
 UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
 
 # Two ranks run every Keras case (one process, where a case needs no peer). Cases whose result depends on the
@@ -84,9 +84,9 @@ SUITES = (
     Suite("comm ring", ("mpi/comm",), (2,), env=RING),
     Suite("pipelines", PIPELINES, (2,), 1800.0, UNOPTIMIZED),
     Suite("comm hosts", WITHOUT_ERRORS, (3,), env=TWO_TO_A_HOST),
-    Suite("keras", ON_FOUR, (4,), 1800.0, only="every_size"),
+    Suite("keras", ON_FOUR, (4,), 1800.0, UNOPTIMIZED, only="every_size"),
     # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.
-    Suite("keras hosts", ON_THREE, (3,), 1800.0, TWO_TO_A_HOST, only="every_size"),
+    Suite("keras hosts", ON_THREE, (3,), 1800.0, {**TWO_TO_A_HOST, **UNOPTIMIZED}, only="every_size"),
     Suite("comm", ("mpi/comm",), (3,)),
     Suite("comm", ("mpi/comm",), (ALONE, 1)),
     Suite("comm", WITHOUT_ERRORS, (2, 4)),
@@ -99,7 +99,7 @@ SUITES = (
     Suite(
         "keras", (f"{DATA_PARALLEL}/test_life.py", f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)
     ),
-    Suite("keras", EVERY_KERAS, (1,), only="every_size"),
+    Suite("keras", EVERY_KERAS, (1,), env=UNOPTIMIZED, only="every_size"),
     Suite("quick", EVERY_KERAS, (2,), only="quick", part_of="quick"),
     Suite("quick comm", COLLECTIVES, (2,), part_of="quick"),
     Suite("older", EVERY_KERAS, (2,), 1800.0, only=OLDER, part_of=OLDER),

@@ -327,5 +327,5 @@ def test_unknown_names() -> None:
 def test_at_most_some_rounds(tmp_path: Path) -> None:
     suite = read_suite(written(tmp_path, GROUP + "rounds = 3"), ("a", "b", "c"))
     assert [suite.at_most(rounds).groups[0].rounds for rounds in (1, 5)] == [1, 3]
-    with pytest.raises(SuiteError, match="at least one round. Received: 0"):
+    with pytest.raises(SuiteError, match=r"at least one round\. Received: 0"):
         suite.at_most(0)

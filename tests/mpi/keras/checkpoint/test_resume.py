@@ -63,7 +63,7 @@ def accumulating() -> Any:
 
 
 CASES = [
-    pytest.param(Case("step", adam), id="step", marks=[pytest.mark.every_size, pytest.mark.older_tensorflow]),
+    pytest.param(Case("step", adam), id="step", marks=pytest.mark.older_tensorflow),
     pytest.param(Case("backward", accumulating, 4), id="accumulation and steps_per_epoch"),
     pytest.param(Case("stale", adam, 4), id="stale"),
     pytest.param(Case("local", adam), id="local"),  # a round is being averaged at the checkpoint

@@ -222,7 +222,6 @@ def trained_linearly(code: str | None) -> tuple[State, float]:
 
 
 @several_ranks
-@pytest.mark.every_size
 @pytest.mark.parametrize(
     ("code", "overlap"), [("powersgd:2", "step"), ("int8", "step"), ("int8", "backward")]
 )
