@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from hvpipe.keras.gpu import on_the_host
+from hvpipe.keras.gpu import has_gpu, on_the_host
+from hvpipe.keras.ops import library
 from hvpipe.plan.compression import BLOCK, Code, PowerSgd, Shape
 
 _LARGEST = 127.0
@@ -29,8 +30,8 @@ class GradientCode(Protocol):
     def start(self) -> Any:
         """Return the first `memory` (array), equal on all ranks."""
 
-    def first(self, given: Any, memory: Any) -> Any:
-        """Return part 1 of what this rank gives: its gradient, times its share, plus its error."""
+    def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
+        """Return what this rank gives (its gradient, times its share, plus its error), and part 1 of it."""
 
     def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
         """Return part 2, `kept`, and the new error, from what this rank gives and the sum of part 1.
@@ -63,9 +64,10 @@ class PowerSgdCode:
         shape = self._matrix[1], self._width
         return np.random.default_rng(self._seed).normal(size=shape).astype(np.float32)
 
-    def first(self, given: Any, memory: Any) -> Any:
-        """Return P."""
-        return tf.linalg.matmul(tf.reshape(given, self._matrix), memory)
+    def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
+        """Return what this rank gives, and P."""
+        given = gradient * share + error
+        return given, tf.linalg.matmul(tf.reshape(given, self._matrix), memory)
 
     def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
         """Return this rank's Q, the orthogonal P, and what P and Q leave out."""
@@ -107,11 +109,12 @@ class Int8Code:
         """Return nothing."""
         return np.zeros([0], np.float32)
 
-    def first(self, given: Any, memory: Any) -> Any:
-        """Return the largest absolute value of each block."""
+    def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
+        """Return what this rank gives, and the largest absolute value of each block of it."""
         del memory
+        given = gradient * share + error
         blocks = self._blocks(given)
-        return tf.maximum(tf.reduce_max(blocks, axis=1), -tf.reduce_min(blocks, axis=1))
+        return given, tf.maximum(tf.reduce_max(blocks, axis=1), -tf.reduce_min(blocks, axis=1))
 
     def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
         """Return the bytes, the scales, and what the bytes leave out."""
@@ -136,6 +139,25 @@ class Int8Code:
         return tf.reshape(tf.reshape(blocks, [-1])[: self._count], self._shape)
 
 
+class HostInt8Code(Int8Code):
+    """The same on the CPU, with the same bits, in one pass over the numbers each (csrc/core/int8_code.h)."""
+
+    def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
+        """Return what this rank gives, and the largest absolute value of each block of it."""
+        del memory
+        given, maxima = library().hvpipe_int8_first(gradient=gradient, share=share, error=error, block=BLOCK)
+        return given, maxima
+
+    def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
+        """Return the bytes, the scales, and what the bytes leave out."""
+        parts = library().hvpipe_int8_second(given=given, totals=total, block=BLOCK, steps=self._steps)
+        return parts.bytes, parts.scales, parts.error
+
+    def decoded(self, total: Any, kept: Any, memory: Any) -> tuple[Any, Any]:
+        """Return the sum of all ranks' multiples of the scales."""
+        return library().hvpipe_int8_decode(sums=total, scales=kept, block=BLOCK), memory
+
+
 def _error_if(finite: Any, error: Any) -> Any:
     """Return the error, or zeros. Unlike tf.where, this takes no pass over the error."""
     return tf.cond(finite, lambda: error, lambda: tf.zeros_like(error))
@@ -144,7 +166,7 @@ def _error_if(finite: Any, error: Any) -> Any:
 def code_of(code: Code, shape: Shape, ranks: int, seed: int) -> GradientCode:
     """Return the code of a gradient that does not travel whole."""
     if not isinstance(code, PowerSgd):
-        return Int8Code(shape, ranks)
+        return (Int8Code if has_gpu() else HostInt8Code)(shape, ranks)
     matrix = code.matrix(shape)
     assert matrix is not None
     return PowerSgdCode(shape, matrix, code.rank, seed)
@@ -154,8 +176,9 @@ def first_of(
     codes: Sequence[GradientCode], tensors: Sequence[Any], share: Any, errors: Sequence[Any], memories: Any
 ) -> tuple[list[Any], list[Any]]:
     """Return what this rank gives, and part 1 of it, for each gradient of a bucket."""
-    given = [tensor * share + error for tensor, error in zip(tensors, errors, strict=True)]
-    return given, [c.first(g, m) for c, g, m in zip(codes, given, memories, strict=True)]
+    found = [c.first(t, share, e, m) for c, t, e, m in zip(codes, tensors, errors, memories, strict=True)]
+    given, parts = zip(*found, strict=True)
+    return list(given), list(parts)
 
 
 def second_of(
