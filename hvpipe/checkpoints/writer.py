@@ -54,6 +54,7 @@ class WriterOptions:
         timeout_s: How long rank 0 waits for the parts of the others, in seconds.
         on_change: Called with True when writing begins, and with False when it has ended.
         on_complete: Called on rank 0 with each checkpoint that it has completed.
+        gives_up: Whether to wait no longer for the parts of other ranks.
     """
 
     folder: Path
@@ -63,6 +64,7 @@ class WriterOptions:
     timeout_s: float = 300.0
     on_change: Callable[[bool], None] = lambda busy: None
     on_complete: Callable[[Path], None] = lambda place: None
+    gives_up: Callable[[], bool] = lambda: False
 
 
 class Writer:
@@ -152,7 +154,7 @@ class Writer:
             if part is not None:
                 found.append(part)
                 continue
-            if len(found) in self._lost:
+            if len(found) in self._lost or self._options.gives_up():
                 raise HvpipeError(f"rank {len(found)} was lost before it had written its part")
             if time.monotonic() > deadline_s:
                 raise HvpipeError(

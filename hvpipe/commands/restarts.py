@@ -155,7 +155,9 @@ def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
     again = "the steps since then"
     if checkpoint:
         repeated = loss.step - 1 - int(Path(checkpoint).name.partition("-")[0])
-        again = f"{repeated} finished steps" if repeated else "no finished step"
+        again = (
+            f"{repeated} finished step{'s' if repeated > 1 else ''}" if repeated > 0 else "no finished step"
+        )
     print(
         f"hvpipe run: rank {', '.join(map(str, loss.ranks))} was lost in step {loss.step}. The pipeline "
         f"starts again from {checkpoint or 'the checkpoint that it finds'}, and trains {again} again.",

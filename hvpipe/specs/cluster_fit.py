@@ -13,7 +13,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Cluster, Device, Host, Link
 from hvpipe.specs.profile import Profile
 
-_BURST = 1.25  # how much longer a large message takes than its link says, if a burst passes at full speed
+_TOO_LATE = 1.25  # times as long as its link says: so late comes a large message after a burst
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ def sustained(link: Link, sizes_bytes: tuple[float, float], times_s: tuple[float
         times_s: Their measured seconds, on ranks that do nothing else.
     """
     (less, more), (sooner_s, later_s) = sizes_bytes, times_s
-    if later_s <= _BURST * link.time_s(more) or later_s <= sooner_s:
+    if later_s <= _TOO_LATE * link.time_s(more) or later_s <= sooner_s:
         return link
-    return replace(link, bandwidth_bytes_per_s=(more - less) / (later_s - sooner_s))
+    found = (more - less) / (later_s - sooner_s)
+    return replace(link, bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s, found))
 
 
 def relative_speeds(profiles: Sequence[Profile]) -> tuple[float, ...]:

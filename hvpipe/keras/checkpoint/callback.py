@@ -75,6 +75,14 @@ class Checkpoint(keras.callbacks.Callback):
         assert self._running.fit is not None
         self._running.fit.at_boundary()
 
+    def on_test_begin(self, logs: Logs = None) -> None:
+        if self._running.fit is not None:
+            self._running.fit.leave_steps()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        assert self._running.fit is not None
+        self._running.fit.leave_steps()
+
 
 class _Running:
     """The `fit` that runs, for both parts of a Checkpoint."""
@@ -122,6 +130,11 @@ class _AtEpochEnds(keras.callbacks.Callback):
             How many steps are done.
         """
         return 0 if self._running.fit is None else self._running.fit.lose(ranks)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a `fit` runs."""
+        return self._running.fit is not None
 
     def save_replicas(self) -> int | None:
         """Write a checkpoint of a pipeline on the ranks that are left, if they have all stages; collective.

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,14 @@ class CheckpointedFit:
         self._resume: Resume | None = None
         self._saved_step = self._step = 0
         self._epoch = self._batch = 0
-        # Of this rank: before this process began, and at the start of the epoch.
+        # As the state counts them: before this process began, and at the start of the epoch.
         self._earlier_samples = 0.0
         self._epoch_samples = 0.0
-        self._updates_before: int | None = None  # in a step: the pipeline's updates when it began
+        # What `save_replicas` needs of a pipeline whose stages have replicas.
+        self._replicas = self._state if isinstance(self._state, PipelineState) else None
+        self._updates_before: int | None = None  # in a step: the updates when it began
+        self._in_steps = False
+        self._ranks_before: int | None = None
         self._inner: Any = None
         self._description: dict[str, Any] | None = None
         self._open = contextlib.ExitStack()
@@ -82,16 +86,17 @@ class CheckpointedFit:
             self._epoch, self._batch = position.epoch, position.batch
             self._earlier_samples, self._epoch_samples = self._resume.samples()
             self._announce(found[0], position)
-        elif isinstance(self._state, PipelineState) and session.settings.elastic:
-            self._state.named()  # collective: too late after a loss
+        elif self._replicas is not None and self._replicas.counts_updates:
+            self._replicas.named()  # collective: too late after a loss
         self._run = run
+        self._length = params.get("steps")
         self._count_ranks()
         self._stop = StopRequest(session.settings.job_folder, world.rank)
         self._open.enter_context(self._stop.listening())
         self._samples_at_begin = self._state.samples()
         self._inner, self._model.train_function = self._model.train_function, self._train
 
-    def _count_ranks(self) -> None:
+    def _count_ranks(self, gives_up: Callable[[], bool] = lambda: False) -> None:
         """Write as one of the ranks that there are now. What lost ranks were writing stays incomplete."""
         session, options, world = self._session, self._options, self._session.world
         self._world = world
@@ -105,6 +110,7 @@ class CheckpointedFit:
                 timeout_s=session.settings.timeout_s,
                 on_change=lambda busy: session.engine.request(BUSY, busy),
                 on_complete=tell_launcher(session.settings.job_folder),
+                gives_up=gives_up,
             )
         )
 
@@ -125,24 +131,40 @@ class CheckpointedFit:
     def save_replicas(self) -> int | None:
         """Write a checkpoint of a pipeline on the ranks that are left, if they have all stages; collective.
 
+        Only between two batches of an epoch: its end and validation have no position of their own.
+
         Returns:
-            The step of the checkpoint; None if a part of the state is lost.
+            The step of the checkpoint; None if there is none, because the ranks do not have the whole state,
+            or are at different places, or could not write it.
         """
-        state = self._state
-        if not isinstance(state, PipelineState):
+        session, replicas = self._session, self._replicas
+        if replicas is None:
             return None
-        begun, self._updates_before = self._updates_before, None
-        done = 0 if begun is None else state.updates - begun
-        between_steps = self._resume is None or self._resume.done
-        if not state.inherit(self._step + done if between_steps else None):
+        if self._updates_before is not None:
+            done, self._updates_before = replicas.updates - self._updates_before, None
+            self._step, self._batch = self._step + done, self._batch + done
+        usable = self._in_steps and self._batch != self._length and int(self._model.steps_per_execution) == 1
+        usable = usable and (self._resume is None or self._resume.done)
+        if not replicas.inherit((self._step, self._epoch, self._batch) if usable else None):
             return None
-        self._step, self._batch = self._step + done, self._batch + done
+        if self._ranks_before is None:
+            self._ranks_before = self._world.size
         # Lost ranks may have written parts of a checkpoint of this step.
-        self._run = self._session.engine.broadcast_object(secrets.token_hex(3))
-        self._count_ranks()
+        self._run = session.engine.broadcast_object(secrets.token_hex(3))
+        self._count_ranks(gives_up=lambda: session.lost is not None)
         self._write()
-        self._wait_for_all()
+        try:
+            self._wait_for_all()
+        except HvpipeError as error:
+            if session.has_lost_ranks():
+                raise
+            logger.warning("hvpipe: the state of the ranks that are left was not saved. %s", error)
+            return None
         return self._step
+
+    def leave_steps(self) -> None:
+        """The steps of the epoch are over, or validation has begun."""
+        self._in_steps = False
 
     def leave_model(self) -> None:
         """Undo what `begin` has done to the model, the other callbacks and the process."""
@@ -204,6 +226,7 @@ class CheckpointedFit:
             self._batch = 0
             self._samples_at_epoch = self._state.samples()
         self._epoch = epoch
+        self._in_steps = True
 
     def _train(self, iterator: Any) -> Any:
         """Stand in for the model's train function: skip what was trained on, and count."""
@@ -215,8 +238,12 @@ class CheckpointedFit:
             if self._resume.skips(steps):
                 return {}
             iterator = self._resume.iterator_for(iterator)
-        self._updates_before = self._state.updates if isinstance(self._state, PipelineState) else None
-        logs = self._inner(iterator)
+        self._updates_before = None if self._replicas is None else self._replicas.updates
+        try:
+            logs = self._inner(iterator)
+        except StopIteration:
+            self.leave_steps()
+            raise
         self._updates_before = None
         self._step += steps
         self._batch += steps
@@ -258,7 +285,7 @@ class CheckpointedFit:
         self._schedule.written()
         values = {**self._state.to_write(), **callback_arrays(self._others)}
         now = self._state.samples()
-        # The samples of all ranks are added up.
+        # A pipeline's samples are those of all ranks, so only rank 0 writes them.
         counts = self._state.shares_data or self._world.rank == 0
         manifest = Manifest(
             self._run,
@@ -276,6 +303,7 @@ class CheckpointedFit:
                 notes={
                     "callbacks": callback_notes(self._others),
                     "stopped": self._batch == 0 and bool(self._model.stop_training),
+                    "ranks": self._ranks_before or self._world.size,
                 },
             )
         )

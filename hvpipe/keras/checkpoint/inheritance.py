@@ -13,12 +13,12 @@ class Held:
     """What a rank that is left has.
 
     Attributes:
-        step: The last step that it has done.
+        place: The steps that it has done, the epoch, and the batches done in it.
         trains: Whether its optimizer trains any variable.
         names: The names of its state (state_names.py).
     """
 
-    step: int
+    place: tuple[int, int, int]
     trains: bool
     names: frozenset[str]
 
@@ -31,10 +31,10 @@ def shares(held: Sequence[Held | None], variables: int) -> list[frozenset[str]] 
         variables: How many variables the whole model has.
 
     Returns:
-        The names by rank; None if no rank has some variable, or the ranks have done different steps.
+        The names by rank; None if no rank has some variable, or the ranks are at different places.
     """
     known = [each for each in held if each is not None]
-    if len(known) < len(held) or len({each.step for each in known}) != 1:
+    if len(known) < len(held) or len({each.place for each in known}) != 1:
         return None
     # The variables that an optimizer has only once are those of a rank that trains.
     training_first = sorted(range(len(known)), key=lambda rank: not known[rank].trains)

@@ -104,28 +104,34 @@ class PipelineState:
     # --- After the loss of a rank, on those that are left ------------------------------------------------
 
     @property
+    def counts_updates(self) -> bool:
+        """Whether `inherit` can work: under --elastic, if stages have replicas."""
+        return self.pipeline.context.undo is not None
+
+    @property
     def updates(self) -> int:
-        """The steps that have updated this rank's weights. 0 without --elastic or replicas."""
+        """The steps that have updated this rank's weights, if they are counted."""
         undo = self.pipeline.context.undo
         return 0 if undo is None else undo.updates
 
-    def inherit(self, step: int | None) -> bool:
+    def inherit(self, place: tuple[int, int, int] | None) -> bool:
         """Take back a step that did not end, and divide the state among the ranks; collective.
 
         Afterwards `to_write` returns this rank's share of the state, without what is each rank's own.
 
         Args:
-            step: The last step that this rank has done; None if it is not between two steps of one state.
+            place: The steps that this rank has done, the epoch, and the batches done in it; None if its state
+                is not that of a place.
 
         Returns:
-            Whether the ranks have the whole state, all of the same step.
+            Whether the ranks have the whole state, all of the same place.
         """
         undo, state = self.pipeline.context.undo, self._rank_state
         mine = None
-        if undo is not None and state is not None and step is not None:
+        if undo is not None and state is not None and place is not None:
             undo.undo()
             trains = bool(compat.trained_variables(optimizer_of(self.pipeline)))
-            mine = Held(step, trains, frozenset(state.named))
+            mine = Held(place, trains, frozenset(state.named))
         held = self.session.engine.allgather_object(mine)
         divided = shares(held, 0 if state is None else len(state.variables))
         self._share = None if divided is None else divided[self.session.world.rank]

@@ -121,9 +121,11 @@ class Resume:
     def _resize(self) -> None:
         """Scale the learning rate, and tell the user's code, if the number of ranks is another one."""
         session, ranks = self._state.session, self._ranks
-        if self._manifest.ranks == ranks.size:
+        # Ranks that were left after a loss have written as many parts as they were.
+        before = int(self._part.notes.get("ranks", self._manifest.ranks))
+        if before == ranks.size:
             return
-        change = Resize(self._manifest.ranks, ranks.size, -1, ranks.rank, ())
+        change = Resize(before, ranks.size, -1, ranks.rank, ())
         if self._state.shares_data:
             scale_learning_rate(session, self._model.optimizer, change)
         tell_resize(change)

@@ -49,8 +49,8 @@ class TrainingState(Protocol):
         """Bring the data to its position, and return True, if it is not read from Keras's iterator."""
 
     def samples(self) -> float:
-        """Return the samples trained on since the model was made: by this rank, or by all if they share one
-        batch."""
+        """Return the samples that this rank has trained on since the model was made; those of all ranks
+        together if `shares_data` is False."""
 
     def description(self) -> dict[str, Any]:
         """Return what a model must have to resume, as JSON."""

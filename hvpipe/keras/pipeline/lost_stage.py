@@ -1,8 +1,9 @@
 """Ends a pipeline that has lost ranks, so that `hvpipe run --elastic` starts it again on those that are left.
 
 a rank is lost       every call of the engine raises, and so `fit` does on the ranks that are left
-ranks that are left  agree on who is lost, complete the checkpoint under way if they can; write one of the
-                     last step if replicas hold all that the lost ranks held; and exit
+ranks that are left  agree on who is lost, and complete the checkpoint under way if they can
+                     write one of the last step if replicas have all that the lost ranks had
+                     exit
 hvpipe run           starts them again; they plan anew, and resume from the newest checkpoint
 """
 
@@ -41,7 +42,8 @@ def leaving_after_loss(session: Session, callbacks: Sequence[Any]) -> Iterator[N
                 left = [rank for number, rank in enumerate(left) if number not in change.lost]
                 steps = saver.lose(lost)
                 session.engine.agree_patiently("the checkpoint after a loss", session.patience_s)
-                saved = saver.save_replicas()
+                running = session.engine.agree("saving replicas", float(saver.runs))
+                saved = saver.save_replicas() if all(running) else None
             except Exception:
                 if not session.has_lost_ranks():  # no other rank was lost meanwhile
                     raise
@@ -53,9 +55,9 @@ def _tell(session: Session, lost: Sequence[int], steps: int, saved: int | None) 
     """Say who is lost, and return the code to exit with. `saved`: the step that replicas have saved."""
     if saved is not None:
         steps = saved
-        loses = f"Replicas have all of its stages, and wrote a checkpoint of step {saved}."
+        loses = f"The ranks that are left have all stages, and wrote a checkpoint of step {saved}."
     else:
-        loses = "A part of the pipeline is lost with it."
+        loses = "The ranks that are left could not save the last step without it."
     settings, world = session.settings, session.world
     enough = world.size >= settings.min_ranks
     if world.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 
 from hvpipe.keras.checkpoint.inheritance import Held, shares
 from hvpipe.keras.pipeline.step_undo import StepUndo
@@ -11,8 +12,8 @@ from hvpipe.keras.pipeline.step_undo import StepUndo
 ONCE = "optimizer/_iterations"
 
 
-def held(*names: str, step: int = 7, trains: bool = True) -> Held:
-    return Held(step, trains, frozenset((ONCE, *names)))
+def held(*names: str, place: tuple[int, int, int] = (7, 1, 2), trains: bool = True) -> Held:
+    return Held(place, trains, frozenset((ONCE, *names)))
 
 
 def test_each_name_is_written_once() -> None:
@@ -32,9 +33,11 @@ def test_a_part_of_the_state_is_lost() -> None:
     assert shares([held("weights/0"), held("weights/2")], 3) is None
 
 
-def test_ranks_that_have_done_different_steps() -> None:
-    assert shares([held("weights/0"), held("weights/0", step=8)], 1) is None
-    assert shares([held("weights/0"), None], 1) is None
+@pytest.mark.parametrize(
+    "other", [held("weights/0", place=(8, 1, 3)), held("weights/0", place=(7, 2, 0)), None]
+)
+def test_ranks_at_different_places(other: Held | None) -> None:
+    assert shares([held("weights/0"), other], 1) is None
 
 
 def test_a_step_is_taken_back_until_it_is_counted() -> None:

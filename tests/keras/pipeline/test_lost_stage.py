@@ -88,8 +88,8 @@ def job(folder: Path, how: str, *options: str, kill: tuple[int, int]) -> Run:
     return run([*command, str(script), str(folder), how, *map(str, kill)], limit_s=300)
 
 
-LOST = "A part of the pipeline is lost with it."
-SAVED = "Replicas have all of its stages, and wrote a checkpoint of step 18."
+LOST = "The ranks that are left could not save the last step without it."
+SAVED = "The ranks that are left have all stages, and wrote a checkpoint of step 18."
 
 
 @pytest.mark.parametrize(
