@@ -12,8 +12,8 @@ class StepUndo:
     """Counts this rank's updates, and takes back what a step has changed before its update.
 
     The forwards of a step change statistics (BatchNormalization) and the states of seed generators. Weights
-    and the optimizer change at its end, all at once. SpectralNormalization rescales its kernel in a forward; a
-    repeated one gives nearly the same kernel.
+    and the optimizer change at its end, all at once. SpectralNormalization rescales its kernel in a forward,
+    and gives nearly the same kernel if that is repeated.
 
     Args:
         variables: The statistics and seeds of this rank.
