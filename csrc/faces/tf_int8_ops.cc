@@ -144,7 +144,7 @@ class Int8SecondOp : public Int8Op {
       scale[block] = total[block] / steps_;
     }
     const float* from = given.flat<float>().data();
-    auto* const to = reinterpret_cast<std::int8_t*>(bytes->flat<tf::int8>().data());
+    std::int8_t* to = bytes->flat<std::int8_t>().data();
     float* left = error->flat<float>().data();
     blocks.ForEach(context, [=](std::int64_t block, std::int64_t first, std::size_t count) {
       Int8Second(from + first, scale[block], count, to + first, left + first);
@@ -179,7 +179,7 @@ class Int8DecodeOp : public Int8Op {
     OP_REQUIRES(context, scales.NumElements() == blocks.number(), WrongSize("Scales", scales));
     tf::Tensor* gradient = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, sums.shape(), &gradient));
-    const auto* const from = reinterpret_cast<const std::int8_t*>(sums.flat<tf::int8>().data());
+    const std::int8_t* from = sums.flat<std::int8_t>().data();
     const float* scale = scales.flat<float>().data();
     float* to = gradient->flat<float>().data();
     blocks.ForEach(context, [=](std::int64_t block, std::int64_t first, std::size_t count) {
