@@ -32,7 +32,7 @@ from hvpipe.errors import LaunchError
 FLAGS = {
     "run": [
         *("--cluster", "--help", "--host-counts", "--hosts", "--json", "--out", "--plan", "--python"),
-        *("--retry-failed", "--systems", "--threads", "-h"),
+        *("--retry-failed", "--rounds", "--systems", "--threads", "-h"),
     ],
     "report": ["--help", "--json", "-h"],
     "compare": ["--help", "--json", "-h"],
