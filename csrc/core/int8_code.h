@@ -1,6 +1,6 @@
 // The arithmetic of compression "int8" in host memory, in one pass over the gradients for each phase.
 //
-// The same formulas as Int8Code in hvpipe/keras/data_parallel/gradient_codes.py, with the same bits.
+// The same formulas as Int8Code in hvpipe/keras/data_parallel/gradient_codes.py, with the same values.
 // TensorFlow's own operations need some twenty passes.
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace hvpipe {
 
 // given[i] = gradient[i] * share + error[i]; maximum: the largest absolute value. A NaN or an infinity makes
-// the maximum one as well. `given` may be `error`.
+// the maximum one as well. `given` may be `gradient`.
 void Int8First(const float* gradient, float share, const float* error, std::size_t count, float* given,
                float* maximum);
 

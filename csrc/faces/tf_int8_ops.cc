@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <string>
 
 #include "core/int8_code.h"
 #include "tensorflow/core/framework/op.h"
@@ -32,8 +33,12 @@ class Blocks {
         work(block, first, static_cast<std::size_t>(std::min(size_, count_ - first)));
       }
     };
+// TensorFlow 2.18 has no other.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
     context->device()->tensorflow_cpu_worker_threads()->workers->ParallelFor(number(),
                                                                              kCyclesPerNumber * size_, some);
+#pragma GCC diagnostic pop
   }
 
  private:
@@ -61,14 +66,18 @@ class Int8Op : public tf::OpKernel {
   std::int64_t block_ = 1;
 };
 
+// The gradient's shape may be unknown while the graph is made; the error's is not.
 absl::Status BlocksShape(InferenceContext* context) {
   std::int64_t block = 1;
   TF_RETURN_IF_ERROR(context->GetAttr("block", &block));
-  const auto count = context->NumElements(context->input(0));
+  tf::shape_inference::ShapeHandle share, gradient;
+  TF_RETURN_IF_ERROR(context->WithRank(context->input(1), 0, &share));
+  TF_RETURN_IF_ERROR(context->Merge(context->input(0), context->input(2), &gradient));
+  const auto count = context->NumElements(gradient);
   const bool known = context->ValueKnown(count);
   const auto blocks =
       known ? context->MakeDim((context->Value(count) + block - 1) / block) : context->UnknownDim();
-  context->set_output(0, context->input(0));
+  context->set_output(0, gradient);
   context->set_output(1, context->Vector(blocks));
   return absl::Status();
 }
@@ -90,11 +99,12 @@ class Int8FirstOp : public Int8Op {
     const tf::Tensor& gradient = context->input(0);
     const tf::Tensor& error = context->input(2);
     OP_REQUIRES(context, error.NumElements() == gradient.NumElements(), WrongSize("The error", error));
+    OP_REQUIRES(context, context->input(1).NumElements() == 1, WrongSize("The share", context->input(1)));
     const Blocks blocks = BlocksOf(gradient);
     tf::Tensor *given = nullptr, *maxima = nullptr;
     OP_REQUIRES_OK(context, context->forward_input_or_allocate_output({0}, 0, gradient.shape(), &given));
     OP_REQUIRES_OK(context, context->allocate_output(1, tf::TensorShape({blocks.number()}), &maxima));
-    const float share = context->input(1).scalar<float>()();
+    const float share = context->input(1).flat<float>()(0);
     const float* from = gradient.flat<float>().data();
     const float* left = error.flat<float>().data();
     float* to = given->flat<float>().data();

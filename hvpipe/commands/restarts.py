@@ -160,7 +160,7 @@ def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
         )
     print(
         f"hvpipe run: rank {', '.join(map(str, loss.ranks))} was lost in step {loss.step}. The pipeline "
-        f"starts again from {checkpoint or 'the checkpoint that it finds'}, and trains {again} again.",
+        f"starts again from {checkpoint or 'the checkpoint that it finds'}, and repeats {again}.",
         file=sys.stderr,
         flush=True,
     )

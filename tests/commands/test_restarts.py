@@ -67,8 +67,8 @@ def test_when_a_job_starts_again(
 @pytest.mark.parametrize(
     ("starts", "says"),
     [
-        ("75l", "starts again from the checkpoint that it finds, and trains the steps since then again"),
-        ("75lc", "starts again from run/0000000020-ab, and trains 3 finished steps again"),
+        ("75l", "starts again from the checkpoint that it finds, and repeats the steps since then"),
+        ("75lc", "starts again from run/0000000020-ab, and repeats 3 finished steps"),
     ],
 )
 def test_a_pipeline_lost_a_rank(

@@ -56,6 +56,7 @@ class CheckpointedFit:
         self._model = model
         self._others = others
         self._resume: Resume | None = None
+        self._writer: Writer | None = None  # until `begin` has agreed where to begin
         self._saved_step = self._step = 0
         self._epoch = self._batch = 0
         # As the state counts them: before this process began, and at the start of the epoch.
@@ -93,7 +94,7 @@ class CheckpointedFit:
         self._count_ranks()
         self._stop = StopRequest(session.settings.job_folder, world.rank)
         self._open.enter_context(self._stop.listening())
-        self._samples_at_begin = self._state.samples()
+        self._samples_at_begin = self._samples_at_epoch = self._state.samples()
         self._inner, self._model.train_function = self._model.train_function, self._train
 
     def _count_ranks(self, gives_up: Callable[[], bool] = lambda: False) -> None:
@@ -124,8 +125,9 @@ class CheckpointedFit:
 
     def lose(self, ranks: Iterable[int]) -> int:
         """Wait for the checkpoint under way, as far as ranks that are lost let it; return the steps done."""
-        self._writer.lose(ranks)
-        self._writer.wait()
+        if self._writer is not None:
+            self._writer.lose(ranks)
+            self._writer.wait()
         return self._step
 
     def save_replicas(self) -> int | None:
@@ -144,7 +146,7 @@ class CheckpointedFit:
             done, self._updates_before = replicas.updates - self._updates_before, None
             self._step, self._batch = self._step + done, self._batch + done
         usable = self._in_steps and self._batch != self._length and int(self._model.steps_per_execution) == 1
-        usable = usable and (self._resume is None or self._resume.done)
+        usable = usable and not self._model.stop_training and (self._resume is None or self._resume.done)
         if not replicas.inherit((self._step, self._epoch, self._batch) if usable else None):
             return None
         if self._ranks_before is None:
@@ -294,6 +296,7 @@ class CheckpointedFit:
             self._describe(),
             (),
         )
+        assert self._writer is not None
         self._writer.start(
             Snapshot(
                 values,
@@ -333,7 +336,7 @@ class CheckpointedFit:
     def _wait_for_all(self) -> None:
         """Wait until the last checkpoint is complete. Raises HvpipeError, on all ranks, if it failed."""
         engine, what = self._session.engine, f"the checkpoint of step {self._step}"
-        failure = self._writer.wait()
+        failure = None if self._writer is None else self._writer.wait()
         engine.agree_patiently(f"{what} (a rank may still write)", self._session.patience_s)
         if any(engine.agree(what, float(failure is not None))):
             causes = engine.allgather_object(failure)

@@ -152,8 +152,9 @@ class PipelineState:
         optimizer = optimizer_of(self.pipeline)
         values = read_shards(place, Table(manifest.model, str(place)), shards, self.named(), optimizer, rank)
         own: dict[str, Any] = {}
-        if manifest.ranks == size:
-            part = manifest.parts[rank]
+        part = manifest.parts[rank % manifest.ranks]
+        # Ranks that were left after a loss have written as many parts as they were, of the layout before it.
+        if manifest.ranks == size == part.notes.get("ranks", size):
             names = [name for name in part.names if name.startswith(_OWN)]
             own = read_arrays(place / part.file.name, names)
         return RestoredPipeline(self, manifest, values, own)

@@ -140,7 +140,7 @@ class Int8Code:
 
 
 class HostInt8Code(Int8Code):
-    """The same on the CPU, with the same bits, in one pass over the numbers each (csrc/core/int8_code.h)."""
+    """The same values on the CPU, in one pass over the numbers each (csrc/core/int8_code.h)."""
 
     def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
         """Return what this rank gives, and the largest absolute value of each block of it."""

@@ -57,7 +57,7 @@ def _tell(session: Session, lost: Sequence[int], steps: int, saved: int | None) 
         steps = saved
         loses = f"The ranks that are left have all stages, and wrote a checkpoint of step {saved}."
     else:
-        loses = "The ranks that are left could not save the last step without it."
+        loses = "The ranks that are left could not save the last step."
     settings, world = session.settings, session.world
     enough = world.size >= settings.min_ranks
     if world.rank == 0:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from hvpipe.keras.checkpoint.training_state import readable
+from hvpipe.keras.variables import native
 
 
 class StepUndo:
@@ -22,20 +22,22 @@ class StepUndo:
     def __init__(self, variables: Iterable[Any]) -> None:
         self.updates = 0
         """The steps that have updated this rank's weights."""
-        self._variables = {str(index): variable for index, variable in enumerate(variables)}
-        self._before: Mapping[str, Any] = {}
+        self._variables = list(variables)
+        self._before: list[Any] = []
 
     def begin(self) -> None:
         """Begin a step."""
-        self._before = readable(self._variables)
+        # TensorFlow never changes a tensor, so this copies nothing.
+        self._before = [native(variable).read_value() for variable in self._variables]
 
     def updated(self) -> None:
         """Count the step, whose update has been applied."""
         self.updates += 1
-        self._before = {}
+        self._before = []
 
     def undo(self) -> None:
         """Take back a step that has begun and has not been counted, if there is one."""
-        for name, value in self._before.items():
-            self._variables[name].assign(value)
-        self._before = {}
+        if self._before:
+            for variable, value in zip(self._variables, self._before, strict=True):
+                variable.assign(value)
+        self._before = []

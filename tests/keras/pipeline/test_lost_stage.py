@@ -88,7 +88,7 @@ def job(folder: Path, how: str, *options: str, kill: tuple[int, int]) -> Run:
     return run([*command, str(script), str(folder), how, *map(str, kill)], limit_s=300)
 
 
-LOST = "The ranks that are left could not save the last step without it."
+LOST = "The ranks that are left could not save the last step."
 SAVED = "The ranks that are left have all stages, and wrote a checkpoint of step 18."
 
 
@@ -100,7 +100,7 @@ def test_the_others_go_on(tmp_path: Path, how: str, killed: int, told_of_loss: s
     result = job(tmp_path, how, kill=(killed, 18))
     told, weights = found(result, tmp_path, how)
     assert f"rank {killed} of 3 was lost in step 19. {told_of_loss}" in result.output, result.describe()
-    assert f"and trains {again} again" in result.output, result.describe()
+    assert f"and repeats {again}." in result.output, result.describe()
     assert "the job goes on with 2 ranks" in result.output, result.describe()
     assert "planned anew for 2 ranks, with 2 stages" in result.output, result.describe()
     assert "training resumes from" in result.output, result.describe()
