@@ -56,6 +56,7 @@ if how == "alone":
     model, callbacks = build(), []
 else:
     hvpipe.init()
+    hk.on_resize(lambda change: print("RANKS", change.old_size, change.size, flush=True))
     options = {"stages": {"stages": 3, "microbatches": 4}, "replicas": {"replicas": (2, 1)}}[how]
     model = hk.pipeline_parallel(build, **options)
     callbacks = [hk.Checkpoint(f"{folder}/{how}", every=5), Killer()]
@@ -104,6 +105,7 @@ def test_the_others_go_on(tmp_path: Path, how: str, killed: int, told_of_loss: s
     assert "the job goes on with 2 ranks" in result.output, result.describe()
     assert "planned anew for 2 ranks, with 2 stages" in result.output, result.describe()
     assert "training resumes from" in result.output, result.describe()
+    assert "RANKS 3 2" in result.output, result.describe()
     assert told["steps"] == 48
     assert told["accuracy"] > 0.95
     alone = run([sys.executable, str(tmp_path / "job.py"), str(tmp_path), "alone"], limit_s=300)
