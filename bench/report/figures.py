@@ -3,9 +3,9 @@
 A step is the median of the slowest rank over the timed steps, without the first of each round. Its noise is
 the standard error of that median (bench.rounds.timed_steps).
 
-Where steps are uneven, a step is the mean of all steps with draining, and its
-spread is the standard deviation. It is compared with the same mean of the other system: between begin and
-drained, all work is complete.
+Where steps are uneven, a step is the mean of all steps with draining, and its spread is the standard
+deviation. It is compared with the same mean of the other system: between begin and drained, all work is
+complete.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from bench.systems import SYSTEMS
 
 NATIVE = ("tf-ps", "tf-mwms", "tf-mwms-tuned")
 BEST_NATIVE = "best native TensorFlow"
-SYNCHRONOUS_NATIVE = tuple(name for name in NATIVE if not SYSTEMS[name].uneven)
+EXACT_NATIVE = tuple(name for name in NATIVE if SYSTEMS[name].exact)
 
 
 _UPPER = 0.975  # the quantile that ends a 95 % interval

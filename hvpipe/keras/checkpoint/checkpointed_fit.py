@@ -136,8 +136,8 @@ class CheckpointedFit:
         Only between two batches of an epoch: its end and validation have no position of their own.
 
         Returns:
-            The step of the checkpoint; None if there is none, because the ranks do not have the whole state,
-            or are at different places, or could not write it.
+            The step of the checkpoint. None if the ranks do not have the whole state, are at different
+            places, or could not write it.
         """
         session, replicas = self._session, self._replicas
         if replicas is None:
