@@ -91,7 +91,7 @@ def test_half_types_and_open_shapes(sent: list[Any]) -> None:
 
 
 def test_messages_reuse_memory(device: Any, sent: list[Any]) -> None:
-    """Memory that is kept does not grow with every step. It may grow once more messages are in flight at a time."""
+    """What messages hold does not grow with every step, only when more of them are in flight at once."""
     keras.utils.set_random_seed(5)
     x, y = batches(MODELS["mlp"], 8)
     microbatches, steps = 4, 12
