@@ -30,6 +30,7 @@ settings.load_profile("hvpipe")
 
 # Cases for any hvpipe.size(). test_mpi.py runs them under mpirun.
 RANKS = Path(__file__).parent / "mpi"
+SUPPORT = str(Path(__file__).with_name("support"))
 # Packages that the planning half must not import, and the modules that import them.
 BLOCKED = ("horovod", "keras", "mpi4py", "tensorflow")
 IMPORTERS = (
@@ -62,6 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, usual in usual_handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
+    folders = [SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))  # of the processes that tests start
     if config.getoption("planning"):
         sys.meta_path.insert(0, _Blocker())
 

@@ -182,8 +182,8 @@ while True: reduce()
 """
     device = str(build("fake_device.cc"))
     libraries = {"HVPIPE_DEVICE_LIBRARY": device, "HVPIPE_NCCL_LIBRARY": str(build("fake_nccl.cc"))}
-    env = {**libraries, "FAKE_NCCL_DEVICE": device, "PYTHONPATH": str(Path(__file__).parent / "support")}
-    result = fails(tmp_path, INIT + script, r"(?s)rank 1 of 2 .*PeerError: .*remote process exited", **env)
+    wanted = r"(?s)rank 1 of 2 .*PeerError: .*remote process exited"
+    result = fails(tmp_path, INIT + script, wanted, **libraries, FAKE_NCCL_DEVICE=device)
     assert "rank 0 of 2" not in result.output, result.describe()
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import os
 import re
 import shutil
@@ -202,8 +201,6 @@ def run_rank(logs: Path, arguments: Sequence[str]) -> int:
     # The driver sends SIGUSR1 at its limit, and mpirun SIGTERM when another rank died. Both write stacks.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     faulthandler.register(signal.SIGTERM, file=log, all_threads=True, chain=True)
-    # Importing TensorFlow and tracing make many objects that stay. Usual thresholds cost a tenth of the time.
-    gc.set_threshold(100_000, 20, 20)
     timeout = ["--timeout=240", "--timeout-method=thread"]
     slowest = ["--durations=10", "--durations-min=5"]
     # With --capture=fd, the last words of MPI or C++ would be lost with pytest's own file.

@@ -17,11 +17,10 @@ import pytest
 from distributed import environment, launch
 from hvpipe.commands.supervise import kill_session
 
-SUPPORT = Path(__file__).parents[2] / "support"
-JOB = SUPPORT / "checkpointed_job.py"
+JOB = Path(__file__).parents[2] / "support" / "checkpointed_job.py"
 LIMIT_S = 240.0
 # hvpipe run does not pass mpirun's flags for oversubscription on, but sets its own.
-ENV = {"PYTHONPATH": str(SUPPORT), "PYTHONUNBUFFERED": "1"}
+ENV = {"PYTHONUNBUFFERED": "1"}
 RUN = (sys.executable, "-m", "hvpipe", "run", "-np", "2", "--no-summary")
 
 
