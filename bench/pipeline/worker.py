@@ -95,7 +95,8 @@ def _question(
 
     count = options.microbatches
     if count is None:
-        count = best_microbatches(ask, workload.batch).pipelining.microbatches
+        least = hvpipe.size() if "data" in options.methods else 1  # data parallel: one for each rank
+        count = max(best_microbatches(ask, workload.batch).pipelining.microbatches, least)
         if (chosen := math.ceil(workload.batch / count)) != samples:
             tell(f"profiling micro-batches of {chosen} samples ...")
             measured = hvpipe.broadcast_object(profile_of(chosen))
