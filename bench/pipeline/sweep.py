@@ -116,17 +116,14 @@ def summary(reports: Mapping[str, PipelineReport]) -> str:
     others = [m for m in dict.fromkeys(c.method for c in every) if m.split()[0] not in ("greedy", "random")]
     titles = ["case", "micro-batches", "greedy", "over simulated", "over bound"]
     titles += ["random", "over simulated", "saved", *others]
-    rows, savings, speedups = [], [], []
+    rows = []
     for name, report in reports.items():
         greedy = report.cases[0]
         bound = "" if greedy.bound_s is None else f"{greedy.seconds() / greedy.bound_s:.2f}"
         row = [name, str(report.microbatches), format_time(greedy.seconds()), f"{_over(greedy):.2f}", bound]
-        if random := [case for case in report.cases if case.method.split()[0] == "random"]:
-            by_step = sorted(random, key=MeasuredPlan.seconds)
-            middle = by_step[len(by_step) // 2]
-            savings.append(1 - greedy.seconds() / middle.seconds())
-            speedups.append(middle.seconds() / greedy.seconds())
-            row += [format_time(middle.seconds()), f"{_over(middle):.2f}", f"{100 * savings[-1]:.0f} %"]
+        if middle := _middle(report, "random"):
+            saved = 1 - greedy.seconds() / middle.seconds()
+            row += [format_time(middle.seconds()), f"{_over(middle):.2f}", f"{100 * saved:.0f} %"]
         else:
             row += [""] * 3
         steps = {case.method: format_time(case.seconds()) for case in report.cases}
@@ -135,11 +132,15 @@ def summary(reports: Mapping[str, PipelineReport]) -> str:
     for what, cases in (("greedy plans", [p for p in every if p.method == "greedy"]), ("all plans", every)):
         close = sum(abs(_over(case) - 1) <= _CLOSE for case in cases)
         lines.append(f"{what} within {_CLOSE:.0%} of the simulation: {close} of {len(cases)}")
-    if savings:
-        mean = sum(savings) / len(savings)
+    for method in ("random", "even"):
+        of_method = {name: middle for name in reports if (middle := _middle(reports[name], method))}
+        if not of_method:
+            continue
+        speedups = [m.seconds() / reports[name].cases[0].seconds() for name, m in of_method.items()]
+        mean = sum(1 - 1 / speedup for speedup in speedups) / len(speedups)
         lines.append(
-            f"greedy against random: {mean:.0%} less time (arithmetic mean), {geometric_mean(speedups):.2f}x "
-            f"(geometric mean), worst {min(speedups):.2f}x"
+            f"greedy against {method}: {mean:.0%} less time (arithmetic mean), "
+            f"{geometric_mean(speedups):.2f}x (geometric mean), worst {min(speedups):.2f}x"
         )
     if best := [ratio for report in reports.values() for ratio in _chosen_over_fastest(report)]:
         near = sum(ratio <= 1 + _NEAR for ratio in best)
@@ -148,6 +149,12 @@ def summary(reports: Mapping[str, PipelineReport]) -> str:
             f"{geometric_mean(best):.3f}x (geometric mean), worst {max(best):.3f}x"
         )
     return "\n".join(lines)
+
+
+def _middle(report: PipelineReport, method: str) -> MeasuredPlan | None:
+    """Return the draw of the method with the median step, the upper of two; None if it was not measured."""
+    draws = [case for case in report.cases if case.method.split()[0] == method]
+    return sorted(draws, key=MeasuredPlan.seconds)[len(draws) // 2] if draws else None
 
 
 def _chosen_over_fastest(report: PipelineReport) -> list[float]:

@@ -43,7 +43,7 @@ def test_figures_by_hand() -> None:
 
 
 def test_other_placements_have_their_own_columns() -> None:
-    """Only greedy is compared with random."""
+    """Only greedy is compared with random and with even."""
     whole = report((2.0, 2.0), (8.0, 4.0))
     even = MeasuredPlan("even", 2, [[3.0]], 4.0)
     greedy, random = whole.cases
@@ -52,7 +52,8 @@ def test_other_placements_have_their_own_columns() -> None:
     assert rows[0][-2:] == ["saved", "even"]
     assert rows[1] == ["a", "8", "2", "s", "1.00", "8", "s", "2.00", "75", "%", "3", "s"]
     assert rows[2] == ["b", "8", "1", "s", "1.00"]
-    assert "75% less time" in text
+    assert "greedy against random: 75% less time" in text
+    assert "greedy against even: 33% less time (arithmetic mean), 1.50x" in text
     assert "all plans within 10% of the simulation: 2 of 4" in text
 
 
