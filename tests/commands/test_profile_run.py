@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from distributed import Run, run
@@ -12,9 +13,12 @@ from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
 NETS = """
+import os, time
 import keras
 
 def small():
+    if os.environ.get("OMPI_COMM_WORLD_RANK") == os.environ.get("LATE_RANK", "none"):
+        time.sleep(6.0)
     x = keras.Input((64, 64, 3))
     h = keras.layers.Conv2D(16, 5, activation="relu", name="first")(x)
     h = keras.layers.Conv2D(16, 5, activation="relu", name="second")(h)
@@ -36,14 +40,16 @@ print(f"rank {hvpipe.rank()} has stage {pipe.stage_numbers}, loss falls: {losses
 """
 
 
-def hvpipe(folder: Path, *arguments: str) -> Run:
-    return run([sys.executable, "-m", "hvpipe", *arguments], limit_s=240, cwd=folder)
+def hvpipe(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Run:
+    return run([sys.executable, "-m", "hvpipe", *arguments], limit_s=240, cwd=folder, env=env)
 
 
 def test_two_ranks_profile_plan_and_train(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
-    result = hvpipe(tmp_path, "profile", "nets.py:small", "-np", "2", "--microbatch", "4")
+    late = {"LATE_RANK": "1", "HVPIPE_STALL_WARN": "4"}
+    result = hvpipe(tmp_path, "profile", "nets.py:small", "-np", "2", "--microbatch", "4", env=late)
     assert result.returncode == 0, result.describe()
+    assert "stall" not in result.output, "a slow rank is no stall"
     assert "small: 3 layers, 4 samples: forward " in result.output
     assert "written: profile.json, cluster.json" in result.output
     profile = Profile.read(tmp_path / "profile.json")
