@@ -63,8 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, usual in usual_handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
-    folders = [SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))  # of the processes that tests start
+    # Processes that tests start find sitecustomize.py and the other modules there.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SUPPORT, os.environ.get("PYTHONPATH")]))
     if config.getoption("planning"):
         sys.meta_path.insert(0, _Blocker())
 

@@ -18,7 +18,7 @@ import keras
 
 def small():
     if os.environ.get("OMPI_COMM_WORLD_RANK") == os.environ.get("LATE_RANK", "none"):
-        time.sleep(6.0)
+        time.sleep(6.0)  # longer than HVPIPE_STALL_WARN below, as if this rank took long to measure
     x = keras.Input((64, 64, 3))
     h = keras.layers.Conv2D(16, 5, activation="relu", name="first")(x)
     h = keras.layers.Conv2D(16, 5, activation="relu", name="second")(h)
