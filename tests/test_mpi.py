@@ -31,10 +31,12 @@ class Suite:
 HERE = Path(__file__).parent
 KERAS = "mpi/keras"
 DATA_PARALLEL = f"{KERAS}/data_parallel"
-# In this order: the device cases leave the session's engine on the tests' device.
+# The device cases come last, because they leave the session's engine on the tests' device.
 PIPELINES = tuple(
-    f"{KERAS}/pipeline/test_{name}.py"
-    for name in ("training", "checkpoint", "keras", "losses", "update", "device")
+    f"{KERAS}/pipeline/{path.name}"
+    for path in sorted(
+        (HERE / KERAS / "pipeline").glob("test_*.py"), key=lambda path: (path.stem == "test_device", path)
+    )
 )
 # One process can prove these cases, because they exchange nothing.
 ONE_PROCESS = tuple(
@@ -55,7 +57,7 @@ OTHER_KERAS = tuple(
 EVERY_KERAS = (*OTHER_KERAS, *PIPELINES)
 # The sums of gradients, which data parallel cases test too, are the engine's: mpi/comm runs on 4 ranks.
 # Replicas of unequal numbers of stages: 3 ranks train what 4 cannot.
-ON_THREE = (*OTHER_KERAS, f"{KERAS}/pipeline/test_training.py")
+ON_THREE = (*OTHER_KERAS, f"{KERAS}/pipeline/test_training.py", f"{KERAS}/pipeline/test_replicas.py")
 ON_FOUR = (f"{KERAS}/collectives", *PIPELINES)
 COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
 # These cases mostly wait for deadlines, so not every suite runs them.

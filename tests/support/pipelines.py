@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -13,11 +14,15 @@ import numpy as np
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.keras.graph.layer_graph import LayerGraph, layer_graph
+from hvpipe.keras.profiling.estimate import estimate
+from hvpipe.specs.profile import Profile
 from training import by_rank_0
 
 layers = keras.layers
 
 STEPS, BATCH = 5, 8
+# How far losses and weights of a pipeline may be from those of the undivided model, relatively.
+WITHIN = 1e-5
 
 
 def mlp() -> keras.Model:
@@ -27,6 +32,16 @@ def mlp() -> keras.Model:
         model.add(layers.Dense(10, activation="tanh", kernel_regularizer="l2"))
     model.add(layers.Dense(4))
     return model
+
+
+def small() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            *(keras.layers.Dense(8, activation="relu") for _ in range(3)),
+            keras.layers.Dense(4),
+        ]
+    )
 
 
 def resnet() -> keras.Model:
@@ -185,3 +200,10 @@ def check_same(run: Run, reference: Run, within: float) -> None:
     # A stage may have no weights; together they have all.
     everyone = hvpipe.allgather_object(sorted(run.weights))
     assert {n for numbers in everyone for n in numbers} == set(reference.weights)
+
+
+def unit_profile(graph: LayerGraph, cost_s: float = 1e-3) -> Profile:
+    """Return a profile whose layers take equally long."""
+    profile = estimate(graph, samples=1)
+    layers = (dataclasses.replace(la, forward_s=cost_s, backward_s=2 * cost_s) for la in profile.layers)
+    return dataclasses.replace(profile, layers=tuple(layers))

@@ -6,6 +6,7 @@ import gc
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,9 @@ def one_seed(world: None) -> None:
     import keras
 
     keras.utils.set_random_seed(17)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return one folder for all ranks."""
+    return Path(hvpipe.broadcast_object(str(tmp_path)))

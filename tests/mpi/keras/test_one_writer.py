@@ -22,12 +22,6 @@ from training import (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a folder that is the same on all ranks."""
-    return Path(hvpipe.broadcast_object(str(tmp_path)))
-
-
 class Counting:
     """Counts the calls of `model.save` and similar methods on this rank."""
 

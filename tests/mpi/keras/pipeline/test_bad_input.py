@@ -1,0 +1,163 @@
+"""A pipeline refuses models, plans and options that cannot run, and says what is wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.keras.graph.layer_graph import layer_graph
+from hvpipe.keras.profiling.estimate import estimate
+from hvpipe.plan.greedy import partition
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.specs.cluster import equal_cluster
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
+from pipelines import (
+    mlp,
+    unit_profile,
+)
+
+
+class Real(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return tf.math.real(x)
+
+
+def with_complex_numbers() -> keras.Model:
+    """Build a model with complex numbers between all layers but the first and the last."""
+    inputs = keras.Input((12,))
+    x = keras.ops.cast(keras.layers.Dense(12)(inputs), "complex64")
+    for _ in range(8):
+        x = x * x
+    return keras.Model(inputs, keras.layers.Dense(4)(Real()(x)))
+
+
+def test_complex_numbers_between_stages_are_refused() -> None:
+    """No gradient would come back, so the layers before would silently stay unchanged."""
+    profile = unit_profile(layer_graph(with_complex_numbers()))
+    if hvpipe.size() == 1:
+        hk.pipeline_parallel(with_complex_numbers, profile=profile)
+        return
+    with pytest.raises(
+        HvpipeError, match=r"cannot send complex tensors to each other: .* Received: complex64 from multiply"
+    ):
+        hk.pipeline_parallel(with_complex_numbers, profile=profile)
+
+
+class Subclassed(keras.Model):
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+def of_a_fixed_batch() -> keras.Model:
+    return keras.Sequential([keras.Input(batch_shape=(8, 12)), *(keras.layers.Dense(4) for _ in range(4))])
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "says"),
+    [
+        (mlp, {"stages": 99}, r"stages should be .* Received: stages=99"),
+        (mlp, {"stages": 0}, r"Received: stages=0"),
+        (mlp, {"microbatches": 0}, r"microbatches"),
+        (mlp, {"schedule": "2f2b"}, r"schedule should be one of"),
+        (mlp, {"schedule": "interleaved", "chunks": 1}, r"chunks"),
+        (
+            mlp,
+            {"schedule": "interleaved", "chunks": 50, "microbatches": 64},
+            r"as many stages as layer calls",
+        ),
+        (mlp, {"replicas": (1, 98)}, r"replicas should be"),
+        (mlp, {"replicas": ()}, r"replicas should be"),
+        (Subclassed, {}, r"subclassed model into a function"),
+        (lambda: None, {}, r"should return a Keras model"),
+        (3, {}, r"needs a Keras model or a function"),
+        (of_a_fixed_batch, {}, r"without batch_shape. Received: an input of shape \(8, 12\)"),
+    ],
+)
+def test_bad_input_is_refused(build: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(HvpipeError, match=says):
+        hk.pipeline_parallel(build, **options)
+
+
+def test_interleaved_stages_need_a_micro_batch_for_each_rank() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank has a micro-batch")
+    with pytest.raises(HvpipeError, match=rf"at most 2 for each micro-batch: {2 * (hvpipe.size() - 1)}\."):
+        hk.pipeline_parallel(mlp, microbatches=hvpipe.size() - 1, schedule="interleaved")
+
+
+def test_a_profile_or_plan_of_another_model_or_cluster_is_refused() -> None:
+    other = Profile.of([LayerCost("a", 1, 2), LayerCost("b", 1, 2)], [("a", "b")], model="other")
+    with pytest.raises(PlanError, match="profile should be of this model"):
+        hk.pipeline_parallel(mlp, profile=other)
+    plan = partition(other, equal_cluster(1), 1)
+    if hvpipe.size() > 1:
+        with pytest.raises(PlanError, match="should be the ranks of this run"):
+            hk.pipeline_parallel(mlp, plan)
+    document = plan.to_json()
+    document["stages"][0]["devices"] = ["rank0"]
+    with pytest.raises(PlanError, match="every rank a stage" if hvpipe.size() > 1 else "of this model"):
+        hk.pipeline_parallel(mlp, type(plan).from_json(document))
+
+
+def of_width(width: int, image: int = 6) -> keras.Model:
+    layers = keras.layers
+    inputs = keras.Input((image, image, 3))
+    x = layers.GlobalAveragePooling2D()(layers.Conv2D(width, 3)(layers.Conv2D(width, 3)(inputs)))
+    return keras.Model(inputs, layers.Dense(4)(x))
+
+
+def test_a_profile_or_plan_of_other_sizes_is_refused() -> None:
+    """Unnamed layers have the same names in both models."""
+    own, other = (estimate(layer_graph(of_width(width)), samples=4) for width in (8, 16))
+    size = hvpipe.size()
+    pipe = hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=own)
+    assert pipe.stage_numbers == (0,)
+    with pytest.raises(PlanError, match=r"'conv2d' has 896 bytes of trained weights; .* it has 1792"):
+        hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=other)
+    with pytest.raises(PlanError, match=r"'conv2d' has 8192 bytes of output for 4 samples; .* has 2048"):
+        hk.pipeline_parallel(functools.partial(of_width, 8, 10), stages=1, profile=own)
+    scaled = own.at_batch(7)
+    hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=scaled)
+    plan = partition(other, equal_cluster(size), size)
+    with pytest.raises(PlanError, match=r"plan should be of this model.* same names and other weights"):
+        hk.pipeline_parallel(functools.partial(of_width, 8), plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"microbatches": 7}, "microbatches=7 and a plan with microbatches=5"),
+        ({"schedule": "1f1b"}, "schedule='1f1b' and a plan with schedule='gpipe'"),
+        ({"recompute": True}, "recompute=True and a plan with recompute=False"),
+        ({"chunks": 3}, "chunks=3 and a plan with chunks=1"),
+        ({"replicas": [9]}, r"replicas=\(9,\) and a plan with replicas=\("),
+    ],
+)
+def test_options_that_contradict_a_plan_are_refused(options: dict[str, Any], says: str) -> None:
+    size = hvpipe.size()
+    profile = estimate(layer_graph(mlp()), samples=1)
+    plan = partition(profile, equal_cluster(size), size, Pipelining("gpipe", 5))
+    renamed = [dataclasses.replace(stage, devices=(f"rank{rank}",)) for rank, stage in enumerate(plan.stages)]
+    plan = dataclasses.replace(plan, stages=tuple(renamed))
+    with pytest.raises(HvpipeError, match=says):
+        hk.pipeline_parallel(mlp, plan, **options)
+    same = {"microbatches": 5, "schedule": "gpipe", "recompute": False, "replicas": (1,) * size}
+    hk.pipeline_parallel(mlp, plan, **same, profile=profile, cluster=equal_cluster(size))
+    with pytest.raises(PlanError, match="cluster should be the one that was planned for"):
+        hk.pipeline_parallel(mlp, plan, cluster=equal_cluster(size, speeds=(0.5,)))
+
+
+def test_a_call_of_the_whole_model_is_refused() -> None:
+    pipe = hk.pipeline_parallel(mlp)
+    with pytest.raises(HvpipeError, match="on all ranks together"):
+        pipe(np.zeros((2, 12), np.float32))
