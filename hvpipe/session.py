@@ -123,8 +123,7 @@ class Session:
         if self._named_calls is not None:
             self._named_calls.leave()
         # Another rank may still be working, for instance exporting the model.
-        limit_s = self.patience_s
-        self.engine.agree_patiently("shutdown", limit_s)
+        self.agree_patiently("shutdown")
         if self.sampler is not None:
             from hvpipe.run_outputs import report_run
 
@@ -133,7 +132,7 @@ class Session:
                 self.status_reporter.close()
             report_run(self)
             # Rank 0 may write for long. The engine waits for a moment only, and then frees nothing.
-            self.engine.agree_patiently("the end of shutdown", limit_s)
+            self.agree_patiently("the end of shutdown")
         if self._named_calls is not None:
             import_native().set_default_named_calls(None)
             self._named_calls.stop()
@@ -223,10 +222,10 @@ class Session:
             native.set_default_named_calls(None)
             self._named_calls = LeftToParent()
 
-    @property
-    def patience_s(self) -> float:
-        """The longest wait for ranks that may be busy with other work, such as writing a file."""
-        return self.settings.shutdown_timeout_s or max(_SHUTDOWN_S, self.settings.timeout_s)
+    def agree_patiently(self, what: str) -> None:
+        """Wait until all ranks call this with the same `what`, each of which may be busy with other work."""
+        limit_s = self.settings.shutdown_timeout_s or max(_SHUTDOWN_S, self.settings.timeout_s)
+        self.engine.agree_patiently(what, limit_s)
 
     def named_calls(self) -> Any:
         """Return the service for collectives that ranks call by name (csrc/named)."""

@@ -337,7 +337,7 @@ class CheckpointedFit:
         """Wait until the last checkpoint is complete. Raises HvpipeError, on all ranks, if it failed."""
         engine, what = self._session.engine, f"the checkpoint of step {self._step}"
         failure = None if self._writer is None else self._writer.wait()
-        engine.agree_patiently(f"{what} (a rank may still write)", self._session.patience_s)
+        self._session.agree_patiently(f"{what} (a rank may still write)")
         if any(engine.agree(what, float(failure is not None))):
             causes = engine.allgather_object(failure)
             rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause is not None)

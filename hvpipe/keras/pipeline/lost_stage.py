@@ -41,7 +41,7 @@ def leaving_after_loss(session: Session, callbacks: Sequence[Any]) -> Iterator[N
                 lost += [left[rank] for rank in change.lost]
                 left = [rank for number, rank in enumerate(left) if number not in change.lost]
                 steps = saver.lose(lost)
-                session.engine.agree_patiently("the checkpoint after a loss", session.patience_s)
+                session.agree_patiently("the checkpoint after a loss")
                 running = session.engine.agree("saving replicas", float(saver.runs))
                 saved = saver.save_replicas() if all(running) else None
             except Exception:

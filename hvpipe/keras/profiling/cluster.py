@@ -45,7 +45,7 @@ def measure_cluster(profile: Profile) -> Cluster:
     session = current()
     world = session.world
     # A slow device measures for minutes longer than a fast one: that is no stall.
-    session.engine.agree_patiently("measure_cluster (a rank may still measure)", session.patience_s)
+    session.agree_patiently("measure_cluster (a rank may still measure)")
     mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(world.local_size))
     ranks = session.engine.allgather_object(mine)
     return measured_cluster(ranks, measure_links(session.engine, computing=_computing()))

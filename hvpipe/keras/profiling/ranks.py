@@ -81,7 +81,7 @@ def _on_all_ranks(action: Callable[[], Found]) -> Found:
         message = str(error)
     running = session.current()
     # A slow device measures for minutes longer than a fast one: that is no stall.
-    running.engine.agree_patiently("hvpipe profile (a rank may still measure)", running.patience_s)
+    running.agree_patiently("hvpipe profile (a rank may still measure)")
     messages = collectives.allgather_object(message)
     failed = [rank for rank, received in enumerate(messages) if received is not None]
     if failed:
