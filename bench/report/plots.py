@@ -38,7 +38,6 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[int], marks:
         texts = [format_time(value) for value in values.values()]
         axes.bar_label(drawn, texts, padding=3, fontsize=9, bbox=behind, zorder=3)
         axes.set_yticks(places, list(values))
-        axes.tick_params(axis="y", length=0)
         for (what, value), style in zip(marks.items(), ("--", ":"), strict=False):
             axes.axvline(
                 value,
@@ -69,7 +68,6 @@ def stacked(title: str, rows: Mapping[str, Mapping[str, float]], parts: Sequence
             axes.barh(places, widths, left=left, color=fill, label=_words(part), height=0.68)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.set_yticks(places, list(rows))
-        axes.tick_params(axis="y", length=0)
         axes.set_xlabel("seconds a step")
         _legend(axes, 2)
         return finish()
@@ -139,6 +137,7 @@ def _axes(height_in: float, title: str) -> Iterator[tuple[Any, Any]]:
         figure, axes = pyplot.subplots(figsize=(_WIDTH_IN, height_in), layout="constrained")
         axes.grid(color=_GRID, linewidth=0.6, axis="x" if height_in < 3 else "both")
         axes.set_axisbelow(True)
+        axes.tick_params(which="both", length=0)  # the grid marks the places
         try:
             yield axes, lambda: _svg(figure, title)
         finally:
@@ -159,12 +158,20 @@ def _svg(figure: Any, title: str) -> str:
     text = out.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'font-family: [^;"]*', "font-family: var(--font)", text)
+    text = re.sub(r'font-family: [^;"]*;? ?', "", text)  # the page's
+    text = re.sub(r"<[^>]*>", _shorten, text)
+    text = re.sub(r"(?<=\n) +", "", text)
     text = text.replace(INK, "currentColor").replace(_GRID, "var(--grid)").replace(_PAPER, "var(--paper)")
     for number, series in enumerate(_SERIES):
         text = text.replace(series, f"var(--c{number})")
     label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def _shorten(tag: re.Match[str]) -> str:
+    """Shorten a tag: a hundredth of a point is enough, no label is rotated by 0, nothing refers to groups."""
+    text = re.sub(r"\d+\.\d{3,}", lambda n: f"{float(n[0]):.2f}".rstrip("0").rstrip("."), tag[0])
+    return re.sub(r' transform="rotate\(-0 [^)]*\)"|(?<=<g) id="[^"]*"', "", text)
 
 
 def _words(part: str) -> str:

@@ -141,8 +141,11 @@ class Round:
         return self.skipped or last_words(self.error)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
+        """Return plain data for JSON. Samples of utilization become columns, a quarter of the text."""
+        data = asdict(self)
+        for rank in data["ranks"]:
+            rank["utilization"] = _columns(rank["utilization"])
+        return data
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Round:
@@ -169,6 +172,9 @@ def last_words(output: str) -> str:
 
 def rank_round(data: dict[str, Any]) -> RankRound:
     """Read what asdict returned. ValueError if a step is not finite: NaN would pass as no change."""
+    samples = data.get("utilization", [])
+    if isinstance(samples, dict):  # a list in older results
+        data = {**data, "utilization": _rows(samples)}
     rank = RankRound(**data)
     times_s = (*rank.step_s, rank.wall_s)
     if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):
@@ -176,3 +182,16 @@ def rank_round(data: dict[str, Any]) -> RankRound:
             f"A rank's steps should be finite seconds. Received: step_s={rank.step_s}, {rank.wall_s}"
         )
     return rank
+
+
+def _columns(samples: list[dict[str, float]]) -> dict[str, list[float | None]]:
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: [sample.get(name) for sample in samples] for name in names}
+
+
+def _rows(columns: dict[str, list[float | None]]) -> list[dict[str, float]]:
+    samples = zip(*columns.values(), strict=True)
+    return [
+        {name: value for name, value in zip(columns, row, strict=True) if value is not None}
+        for row in samples
+    ]
