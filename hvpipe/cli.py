@@ -16,7 +16,8 @@ from hvpipe.errors import HvpipeError
 _EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top or join found no job, report,
 blackbox or plan cannot read a file, plan found no plan that fits or refuses an option's value, or
 migrate left something to do by hand; 2 other wrong usage, the run could not be started, profile found
-no model to measure, or migrate cannot read, parse or write a file; otherwise run and profile return
+no model to measure, or migrate cannot read, parse or write a file; 75 the job ended with a complete
+checkpoint, start it again; 69 an elastic job has too few ranks left; otherwise run and profile return
 mpirun's exit code, 128 + n after signal n; bench returns 1 if rounds failed or compare found a
 regression"""
 _BENCH_COMMANDS = "run quick, run full, report DIR, compare BEFORE AFTER, readme DIR; each has --help"

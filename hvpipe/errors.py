@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HvpipeError(RuntimeError):
     """A wrong argument, setting or file. Base class of all errors below.
@@ -42,3 +44,13 @@ class PlanError(HvpipeError):
 
 class LaunchError(HvpipeError):
     """`hvpipe run` cannot start: no mpirun, too few slots, or contradicting options."""
+
+
+def name_lost(ranks: Sequence[int], size: int | None = None) -> str:
+    """Return "rank 2 of 4 was lost", "ranks 1 and 2 were lost", or "a rank was lost" for none."""
+    of = "" if size is None else f" of {size}"
+    if not ranks:
+        return f"a rank{of} was lost"
+    *others, last = map(str, ranks)
+    named = f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+    return f"{named}{of} {'were' if others else 'was'} lost"

@@ -12,19 +12,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, print_with_rank
-from hvpipe.comm.discover import Settings, discover
-from hvpipe.comm.discover import settings as read_settings
-from hvpipe.comm.last_words import (
+from hvpipe.comm.discover import discover
+from hvpipe.comm.flight_record import (
     end_record,
     flight_path,
     flight_path_without_lost,
     keep_record,
-    tell_joined,
     tell_recorder,
 )
+from hvpipe.comm.job_folder import tell_joined
 from hvpipe.comm.native import import_native
+from hvpipe.comm.settings import Settings
+from hvpipe.comm.settings import settings as read_settings
 from hvpipe.comm.world import World, open_world
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, name_lost
 from hvpipe.log import logger, set_log_level
 from hvpipe.monitor.core_binding import log_placement
 
@@ -198,8 +199,7 @@ class Session:
         self.world.watch(self._ranks_are_lost)
 
     def _ranks_are_lost(self, ranks: list[int]) -> None:
-        which = "a rank" if not ranks else f"rank {', '.join(map(str, ranks))}"
-        self.lost = f"{which} of {self.world.size} was lost"
+        self.lost = name_lost(ranks, self.world.size)
         self.engine.lose_ranks(
             "Training should go on without ranks that are lost, which only fit can, with data_parallel, or "
             f"with pipeline_parallel and hk.Checkpoint. Received: {self.lost}"

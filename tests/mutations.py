@@ -112,7 +112,7 @@ PLANNING = (
             'timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s)',
             "timeout_s=default.timeout_s",
         ),
-        ("tests/comm/test_discover.py",),
+        ("tests/comm/test_settings.py",),
     ),
 )
 

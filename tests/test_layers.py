@@ -47,7 +47,7 @@ PLACES = {
 # Any module may import these.
 ANYWHERE = {"numpy"}
 
-READ_THE_ENVIRONMENT = {"comm/discover.py", "cli.py"}
+READ_THE_ENVIRONMENT = {"comm/discover.py", "comm/settings.py", "cli.py"}
 
 
 @cache

@@ -15,7 +15,7 @@ from dataclasses import asdict
 import numpy as np
 
 import hvpipe
-from hvpipe.comm.discover import Settings
+from hvpipe.comm.settings import Settings
 from hvpipe.session import current
 
 OWN = {

@@ -4,7 +4,7 @@ A step is the median of the slowest rank over the timed steps, without the first
 the standard error of that median (bench.rounds.timed_steps).
 
 Where steps are uneven, a step is the mean of all steps with draining, and its spread is the standard
-deviation. It is compared with the same mean of the other system: between begin and drained, all work is
+deviation. It is compared with the same mean of the other system: between the start and drained, all work is
 complete.
 """
 

@@ -95,7 +95,7 @@ class RankRound:
     """What one rank measured in one round, in seconds and bytes. Lists have an entry for each timed step."""
 
     step_s: list[float]
-    wall_s: float  # from the begin of the first timed step until drained, per step
+    wall_s: float  # from the start of the first timed step until drained, per step
     cpu_share: float  # cores kept busy by this process while timed
     peak_bytes: int  # resident memory, the most since the process began
     sent_bytes: int = 0  # by its host, on the wire, per step; 0 if not counted

@@ -56,7 +56,7 @@ def parts_of_trace(trace: Trace, rank: int, skip: int) -> dict[str, float]:
 
 
 def _waits_for_peers(trace: Trace, rank: int) -> list[Interval]:
-    """Return the intervals from the begin of each reduce of this rank until the last rank begins it too."""
+    """Return the intervals from the start of each reduce of this rank until the last rank starts it too."""
     starts: dict[str, list[list[float]]] = defaultdict(list)
     for each in trace.ranks():
         of_rank = defaultdict(list)

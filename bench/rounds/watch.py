@@ -14,7 +14,7 @@ _SAMPLE_S = 0.2
 
 
 class StepWatch:
-    """Is told of the begin of a run, the end of each step, and the end of draining.
+    """Is told of the start of a run, the end of each step, and the end of draining.
 
         begin  step ... step   begin(timed)  step ... step  drained
                                |<----------- timed -------------->|
@@ -44,7 +44,7 @@ class StepWatch:
         self.accuracy: list[float] = []
 
     def begin(self, timed: bool = False) -> None:
-        """Note the begin of a run, before its first step."""
+        """Note the start of a run, before its first step."""
         if timed:
             self._open()
         self._last_s = time.monotonic()

@@ -10,7 +10,7 @@ from bench.training.image_model import prepare_tensorflow
 from bench.training.workloads import compiled_model
 
 TRACE = "trace.json"
-EXACT_STEPS = 20  # at the begin of a training by epochs
+EXACT_STEPS = 20  # at the start of a training by epochs
 
 
 def train(job: RankJob) -> None:

@@ -125,7 +125,7 @@ def images(workload: ImageWorkload, rank: int) -> Any:
 
 
 def step_timer(keras: Any) -> Any:
-    """Return a callback that keeps the clock at the first begin and at the end of each step."""
+    """Return a callback that keeps the clock at the first start and at the end of each step."""
 
     class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]
         # For hvpipe: it need not finish a step first, nor ask all ranks after each step whether to stop.

@@ -14,9 +14,12 @@ void Progress::CheckDeadline(const Operation& operation, double waited_s) const 
   if (waited_s < limit_s + grace_s) return;
   std::ostringstream text;
   text << "Waited " << limit_s << " s in " << operation.what << " for ";
-  text << (stage.collective ? stage.collective->Waiting() : "its turn")
-       << ". Has that rank ended, or is it busy for "
-       << "longer than the time limit? Raise the limit with "
+  if (stage.collective) {
+    text << stage.collective->Waiting() << ". Has that rank ended, or is it busy for longer than the time limit?";
+  } else {
+    text << "an earlier operation, which has not ended.";
+  }
+  text << " Raise the limit with "
        << (own_limit ? "HVPIPE_SHUTDOWN_TIMEOUT." : "HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).")
        << options_.report();
   throw Error(text.str(), ErrorKind::kDeadline);

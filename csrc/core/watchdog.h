@@ -19,7 +19,8 @@ namespace hvpipe {
 // of the process does.
 //
 // A rank that waits too long tells rank 0, or the next rank if rank 0 does not acknowledge. That rank
-// collects for a second who waits, asks all others what they do, and prints one report:
+// collects for half a second who waits, then asks all others what they do, for up to a second, and prints one
+// report:
 //
 //   rank 1, which waits        rank 0, which collects        rank 2, which is late
 //          kStalled  ----------------->

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: after a number of steps, epochs or seconds."""
+"""Reads how often checkpoints are wanted: an interval in steps, epochs or seconds."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
         The checkpoint and its manifest; None if the folder has no complete one.
 
     Raises:
-        HvpipeError: All complete checkpoints are damaged, or were found to be at an earlier start. Raised on
-            all ranks.
+        HvpipeError: All complete checkpoints are damaged, or an earlier start of the job found them damaged.
+            Raised on all ranks.
     """
     found = folders.complete(folder) if ranks.rank == 0 else []
     refused: list[str] = []

@@ -8,8 +8,8 @@ import sys
 import traceback
 from types import TracebackType
 
-from hvpipe.comm.discover import job_folder
-from hvpipe.comm.last_words import tell_recorder
+from hvpipe.comm.flight_record import tell_recorder
+from hvpipe.comm.settings import job_folder
 from hvpipe.comm.world import StartedWorld, World, started_world
 
 

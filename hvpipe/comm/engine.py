@@ -17,10 +17,10 @@ from hvpipe.comm.device_array import (
     device_array,
     is_device_array,
 )
-from hvpipe.comm.discover import Settings
 from hvpipe.comm.host_array import as_bytes, as_plain_dtype, check_output, host_array, reducible_dtype
 from hvpipe.comm.native import import_native
 from hvpipe.comm.rank_gpu import has_gpu_library, open_gpu, warn_of_missing_gpu_library
+from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError
 from hvpipe.log import logger

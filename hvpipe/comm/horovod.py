@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvpipe.comm.daemon_pool import DaemonPool
-from hvpipe.comm.discover import Launch, Settings, unfused_horovod
+from hvpipe.comm.discover import Launch, unfused_horovod
 from hvpipe.comm.horovod_ops import HorovodOps
 from hvpipe.comm.native import import_native
+from hvpipe.comm.settings import Settings
 from hvpipe.errors import DeadlineError, HvpipeError, InitError
 
 if TYPE_CHECKING:

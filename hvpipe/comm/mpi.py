@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hvpipe.comm.discover import Launch, Settings, eager_bytes, fault_tolerance_asked, prepare_open_mpi
+from hvpipe.comm.discover import Launch, eager_bytes, fault_tolerance_asked, prepare_open_mpi
 from hvpipe.comm.loss_watch import LossWatch, check_fault_tolerance, failed_ranks, shrunk
 from hvpipe.comm.native import check_mpi, import_native
+from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import fits_on_all_hosts
 from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
 

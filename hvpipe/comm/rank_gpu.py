@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hvpipe.comm.discover import Settings
 from hvpipe.comm.native import REBUILD, cuda_library, import_native
+from hvpipe.comm.settings import Settings
 from hvpipe.errors import HvpipeError
 from hvpipe.log import logger
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hvpipe.comm.discover import Settings
+from hvpipe.comm.settings import Settings
 from hvpipe.log import logger
 
 if TYPE_CHECKING:

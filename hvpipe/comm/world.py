@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from hvpipe.comm.discover import Launch, Settings
+from hvpipe.comm.discover import Launch
 from hvpipe.comm.native import import_native
+from hvpipe.comm.settings import Settings
 from hvpipe.errors import HvpipeError, InitError
 
 __all__ = ["SingleWorld", "World", "open_world", "started_world"]

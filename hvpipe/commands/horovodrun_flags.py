@@ -79,8 +79,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--verbose", action="store_true", help="print the mpirun command before it starts")
     group.add_argument("--check-build", nargs=0, action=_CheckBuild, help="run `hvpipe doctor` and exit")
-    group.add_argument("--mpi", action="store_true", help="use MPI, as hvpipe always does")
-    group.add_argument("--gloo", action="store_true", help="refused: hvpipe's ranks are joined by MPI")
+    group.add_argument("--mpi", action="store_true", help="accepted: `hvpipe run` always uses MPI")
+    group.add_argument("--gloo", action="store_true", help="refused: `hvpipe run` always uses MPI")
     group.add_argument("--config-file", metavar="FILE", help="refused: give what it sets as flags")
     for flag, values in WITHOUT_EFFECT.items():
         kept: dict[str, Any] = {"nargs": values} if values else {"action": "store_true"}

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvpipe.blackbox import story
-from hvpipe.comm.last_words import Loss, none_ended, read_loss
+from hvpipe.comm.job_folder import Loss, none_ended, read_loss
 from hvpipe.commands import join, lost_hosts
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, TOO_FEW, Grace, Outcome, supervise_job
-from hvpipe.errors import HvpipeError, LaunchError
+from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
 # Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
 _NO_END = "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost."
@@ -159,7 +159,7 @@ def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
             f"{repeated} finished step{'s' if repeated > 1 else ''}" if repeated > 0 else "no finished step"
         )
     print(
-        f"hvpipe run: rank {', '.join(map(str, loss.ranks))} was lost in step {loss.step}. The pipeline "
+        f"hvpipe run: {name_lost(loss.ranks)} in step {loss.step}. The pipeline "
         f"starts again from {checkpoint or 'the checkpoint that it finds'}, and repeats {again}.",
         file=sys.stderr,
         flush=True,

@@ -157,7 +157,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return True: hvpipe runs on MPI."""
+    """Return True: hvpipe is built with MPI, even where `horovodrun --gloo` joins the ranks."""
     return True
 
 
@@ -167,12 +167,12 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return False: hvpipe does not use Gloo."""
+    """Return False: hvpipe has no Gloo of its own."""
     return False
 
 
 def gloo_built() -> bool:
-    """Return False: hvpipe does not use Gloo."""
+    """Return False: hvpipe has no Gloo of its own."""
     return False
 
 

@@ -63,6 +63,12 @@ def replace_moments(layer: Any, stand_in: Callable[[Any, Any], tuple[Any, Any]])
     layer._moments = stand_in
 
 
+def has_keras_moments(layer: Any) -> bool:
+    """Return whether a BatchNormalization layer computes its statistics by Keras' own `_moments`."""
+    own = "_moments" in vars(layer)
+    return not own and type(layer)._moments is keras.layers.BatchNormalization._moments
+
+
 def own_trainable_variables(layer: Any) -> list[Any]:
     """Return the variables a layer itself made to be trained, frozen or not (`Layer._trainable_variables`).
 

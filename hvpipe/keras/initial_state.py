@@ -19,6 +19,7 @@ from hvpipe.keras.compat import (
     compiled_metrics,
     compute_loss,
     compute_output_spec,
+    has_keras_moments,
     layers_in,
     outputs_structure,
 )
@@ -95,13 +96,15 @@ def _warn_of_own_batches(session: Session, model: Any) -> None:
     asking = [
         layer.name
         for layer in layers_in(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.synchronized
+        and has_keras_moments(layer)
     ]
     if asking and session.world.rank == 0 and session.world.size > 1:
         logger.warning(
             "hvpipe: BatchNormalization(synchronized=True) is not synchronized: each rank normalises by its "
-            "own batch, and the moving statistics become the mean over ranks at the end of an epoch. Give "
-            "each rank larger batches if that matters, or use another normalization. Received: layer %s",
+            "own batch, and the moving statistics become the mean over ranks at the end of an epoch. Pass "
+            "sync_batch_norm=True to data_parallel to normalise over all ranks. Received: layer %s",
             ", ".join(asking[:3]) + (" ..." if len(asking) > 3 else ""),
         )
 

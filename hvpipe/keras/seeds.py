@@ -1,4 +1,4 @@
-"""Seeds of layers that draw random numbers. Each rank with a copy of a layer gets its own seed."""
+"""Seeds of layers that draw random numbers. In a pipeline, each rank with a copy of a layer has its own."""
 
 from __future__ import annotations
 

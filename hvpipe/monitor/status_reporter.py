@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from hvpipe.comm.discover import Settings
+from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World
 from hvpipe.monitor.status_datagrams import ReceiverAddress, StatusReceiver, StatusSender
 from hvpipe.monitor.status_files import RankStatus, StatusFolder

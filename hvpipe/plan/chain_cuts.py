@@ -56,7 +56,7 @@ class ChainCutter:
     def cut(
         self, groups: Sequence[Group], pipelining: Pipelining | None, rule: str, *, recompute: bool = False
     ) -> tuple[int, ...] | None:
-        """Return the ends of the stages with the least bottleneck under a rule, or None if memory lacks.
+        """Return the ends of the stages with the least bottleneck under a rule, or None if none fits.
 
         For "send" without memory limits, the result is optimal for this order of the devices: computing grows
         with the end, and what a cut sends does not depend on its start.

@@ -28,7 +28,7 @@ def explain(plan: Plan, profile: Profile, cluster: Cluster) -> list[str]:
     Example:
         ```python
         print("\\n".join(explain(plan, profile, cluster)))
-        # cut 1 behind relu_3 (h0 | h1): 12.8 MB, 31 | 29.5 ms; behind conv_3: 25.7 MB, 38.1 | 35.2 ms; ...
+        # cut 1 after relu_3 (h0 | h1): 12.8 MB, 31 | 29.5 ms; after conv_3: 25.7 MB, 38.1 | 35.2 ms; ...
         ```
     """
     plan.check(profile, cluster)
@@ -43,11 +43,11 @@ def _explain_cut(plan: Plan, profile: Profile, cluster: Cluster, placement: Plac
     left, right = placement[cut - 1], placement[cut]
     end = right[1][0]
     lines = [
-        f"cut {cut} behind {profile.layers[end - 1].name} ({', '.join(left[0])} | {', '.join(right[0])}): "
+        f"cut {cut} after {profile.layers[end - 1].name} ({', '.join(left[0])} | {', '.join(right[0])}): "
         + _numbers(profile, end, plan, cut)
     ]
     for other in (end - 1, end + 1):
-        where = f"behind {profile.layers[other - 1].name}"
+        where = f"after {profile.layers[other - 1].name}"
         if not left[1][0] < other < right[1][-1] + 1:
             lines.append(f"{where}: leaves a stage without layers")
             continue

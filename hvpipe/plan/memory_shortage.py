@@ -39,7 +39,7 @@ def least_memory_bytes(profile: Profile, cluster: Cluster, stages: int, pipelini
 
 
 def explain_shortage(plan: Plan, profile: Profile, cluster: Cluster) -> str:
-    """Return the error message for a plan that lacks memory: how much, where, and tried remedies."""
+    """Return the error message for a plan that does not fit: what is missing, where, and tried remedies."""
     stages, pipelining = len(plan.stages), plan.pipelining
     missing = say_missing(plan.shortages(cluster), plan.memory_bytes)
     remedies = list(_remedies(profile, cluster, stages, pipelining))

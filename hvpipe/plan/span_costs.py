@@ -185,7 +185,7 @@ class Spans:
         return table
 
     def costs_s(self, start: int, stop: int, device: StageDevice) -> Vector:
-        """Return the seconds of the runs from `start` to each end up to `stop`; infinite if memory lacks."""
+        """Return the seconds of the runs from `start` to each end up to `stop`; infinite if too large."""
         table = self.on(device.type).table(start, stop)
         costs: Vector = device.seconds @ table
         if device.memory_bytes != np.inf:

@@ -192,7 +192,8 @@ class Schedule:
         return Schedule.from_json(read_document(path))
 
 
-# A new schedule needs an entry here, and in plan.pipelining its name (SCHEDULES) and stash (_IN_FLIGHT).
+# A new schedule needs an entry here; in plan.pipelining its name (SCHEDULES) and stash (_IN_FLIGHT); and in
+# search.options an entry (AUTO_SCHEDULES), so that "auto" tries it.
 _ONE_CHUNK: dict[str, Callable[[RankWork], Iterator[Turn]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

@@ -187,7 +187,7 @@ def plan_for_every_device(
 def _data(
     profile: Profile, cluster: Cluster, choice: PipeliningChoice, samples: int | None, other: Judged | None
 ) -> Candidate:
-    """Run each share at once; or in micro-batches, which stash less but divide the batch less finely.
+    """Run each device's share in one pass; or in micro-batches, which stash less but make coarser shares.
 
     It tries all devices, the faster half, a quarter, and so on.
     """

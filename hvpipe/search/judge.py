@@ -123,13 +123,13 @@ class Judge:
         return Judged(layout, pipelining, self.model.step(placement, pipelining).step_s)
 
     def _with_memory(self, layout: Layout, pipelining: Pipelining) -> tuple[Pipelining, float]:
-        """Let stages recompute where memory lacks, if that is open; return what is still missing."""
+        """Let stages recompute where memory is short, if that is open; return what is still missing."""
         if not self.limited:
             return pipelining, 0
         missing = self._missing(layout, pipelining)
         if self.choice.recompute != "auto" or not missing:
             return pipelining, sum(missing.values())
-        # Devices with several stages recompute the last chunk first: the first ones run ahead the furthest.
+        # Of several stages on a device the first recomputes first: it has the most micro-batches in flight.
         stages: set[int] = set()
         for chunk in range(layout.chunks):
             first = chunk * len(layout.groups)

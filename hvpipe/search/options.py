@@ -18,8 +18,8 @@ class PipeliningChoice:
     Args:
         schedule: A name as `Pipelining` takes it, or "auto".
         microbatches: Micro-batches of a step, at least 1. A profile's costs are for one.
-        recompute: True, False or numbers of stages as `Pipelining` takes them. "auto" recomputes in those
-            stages whose memory lacks otherwise.
+        recompute: True, False or numbers of stages as `Pipelining` takes them. "auto" recomputes in the
+            stages that would not fit otherwise.
         chunks: Stages of each device of an interleaved schedule.
 
     Raises:

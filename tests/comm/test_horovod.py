@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from hvpipe.comm.discover import Launch, Settings
+from hvpipe.comm.discover import Launch
 from hvpipe.comm.horovod import HorovodWorld, open_world
 from hvpipe.comm.native import import_native
+from hvpipe.comm.settings import Settings
 from hvpipe.errors import DeadlineError, HvpipeError, InitError
 
 NAMES: list[str] = []

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvpipe.comm.discover import settings
 from hvpipe.comm.horovod_variables import hvpipe_variables, without_effect
+from hvpipe.comm.settings import settings
 from hvpipe.errors import HvpipeError
 
 SHUTDOWN, WARNING = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS"

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from distributed import ALONE, expect_fatal, launch
-from hvpipe.comm.discover import Launch, Settings
+from hvpipe.comm.discover import Launch
 from hvpipe.comm.mpi import short_version
+from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import SingleWorld, open_world
 
 LIMIT_S = 60.0
 OPEN = """
 from hvpipe.comm.world import open_world
-from hvpipe.comm.discover import discover, settings
+from hvpipe.comm.discover import discover
+from hvpipe.comm.settings import settings
 world = open_world(discover(), settings())
 print("rank", world.rank, "of", world.size, world.library_version, flush=True)
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distributed import mpirun_command, run
-from hvpipe.comm.discover import Settings
+from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import host_memory
 from hvpipe.comm.world import SingleWorld
 

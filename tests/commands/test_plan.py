@@ -190,7 +190,7 @@ def test_the_command_prints_and_writes_a_plan(
     )
     assert text.startswith("gnmt, 48 layers, on 2 of 2 devices: search, ")
     assert re.search(r"^[ab] \| F0.*[BI]0", text, re.MULTILINE)
-    assert re.search(r"^cut 1 behind node\d+ \([ab] \| [ab]\): ", text, re.MULTILINE)
+    assert re.search(r"^cut 1 after node\d+ \([ab] \| [ab]\): ", text, re.MULTILINE)
     assert "\033[" not in text
     plan = Plan.read(plan_file)
     assert (plan.method, plan.pipelining.microbatches, plan.model) == ("search", 4, "gnmt")
@@ -225,7 +225,7 @@ def test_json_output(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     explained = json.loads(
         printed(capsys, GNMT, "--cluster", cluster, "--json", "--explain", "--mode", "pipeline")
     )
-    assert [line.split(" behind ")[0] for line in explained["explanation"]] == ["cut 1"]
+    assert [line.split(" after ")[0] for line in explained["explanation"]] == ["cut 1"]
 
 
 def test_advised_batches_add_up_to_the_batch(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:

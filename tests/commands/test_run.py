@@ -20,7 +20,8 @@ WORLD = """
 import os, sys, time
 from pathlib import Path
 from hvpipe.comm.world import open_world
-from hvpipe.comm.discover import discover, settings
+from hvpipe.comm.discover import discover
+from hvpipe.comm.settings import settings
 world = open_world(discover(), settings())
 last = world.rank == world.size - 1
 """

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from hvpipe.comm.discover import Settings
+from hvpipe.comm.settings import Settings
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook

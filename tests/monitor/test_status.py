@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe.comm.discover import Settings
+from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import SingleWorld
 from hvpipe.monitor import status_datagrams, status_files
 from hvpipe.monitor.status_datagrams import ReceiverAddress, StatusReceiver, StatusSender, near_addresses

@@ -459,13 +459,13 @@ def test_each_cut_is_explained() -> None:
     lines = explain(partition(profile, cluster, 2), profile, cluster)
     # A stage computes for 6 s and sends 1 MB there and back in 2 s.
     assert lines == [
-        "cut 1 behind b (h0 | h1): 1 MB, 8e+03 | 8e+03 ms; behind a: 1 MB, 5e+03 | 1.1e+04 ms "
-        "(slower by 3e+03 ms); behind c: 1 MB, 1.1e+04 | 5e+03 ms (slower by 3e+03 ms)"
+        "cut 1 after b (h0 | h1): 1 MB, 8e+03 | 8e+03 ms; after a: 1 MB, 5e+03 | 1.1e+04 ms "
+        "(slower by 3e+03 ms); after c: 1 MB, 1.1e+04 | 5e+03 ms (slower by 3e+03 ms)"
     ]
 
 
 def test_a_cut_of_interleaved_stages_is_explained_by_whole_devices() -> None:
-    """h0 has a, b and d; h1 has c, e and f. With the cut behind a, h1 would have four layers and 80 bytes.
+    """h0 has a, b and d; h1 has c, e and f. With the cut after a, h1 would have four layers and 80 bytes.
 
     Regression: single stages were compared with the limit for all stages of a device.
     """
@@ -475,8 +475,8 @@ def test_a_cut_of_interleaved_stages_is_explained_by_whole_devices() -> None:
         placement = [(("h0",), [0, 1]), (("h1",), [2]), (("h0",), [3]), (("h1",), [4, 5])]
         plan = Plan.of(profile, cluster, placement, how, "by hand")
         assert explain(plan, profile, cluster)[0] == (
-            "cut 1 behind b (h0 | h1): 0 MB, 6e+03 | 3e+03 ms; "
-            f"behind a: 0 MB, 3e+03 | 6e+03 ms ({verdict}); behind c: leaves a stage without layers"
+            "cut 1 after b (h0 | h1): 0 MB, 6e+03 | 3e+03 ms; "
+            f"after a: 0 MB, 3e+03 | 6e+03 ms ({verdict}); after c: leaves a stage without layers"
         )
 
 

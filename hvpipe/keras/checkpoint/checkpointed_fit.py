@@ -17,8 +17,8 @@ from hvpipe.checkpoints.manifest import Manifest, Position
 from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.checkpoint.boundary_requests import BUSY, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
-from hvpipe.keras.checkpoint.due import BUSY, STOP, Schedule
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.preemption import EXIT_CODE, StopRequest, tell_launcher
 from hvpipe.keras.checkpoint.resume import Resume
@@ -101,7 +101,7 @@ class CheckpointedFit:
         """Write as one of the ranks that there are now. What lost ranks were writing stays incomplete."""
         session, options, world = self._session, self._options, self._session.world
         self._world = world
-        self._schedule = Schedule(options.every, session.engine, world.rank, self._step)
+        self._timer = CheckpointTimer(options.every, session.engine, world.rank, self._step)
         self._writer = Writer(
             WriterOptions(
                 options.folder,
@@ -264,7 +264,7 @@ class CheckpointedFit:
             return
         if self._state.too_few():
             self._leave(TOO_FEW)
-        due = self._schedule.due(self._step, epochs)
+        due = self._timer.due(self._step, epochs)
         if engine.requests() & STOP:
             self._leave(EXIT_CODE)
         if due:
@@ -284,7 +284,7 @@ class CheckpointedFit:
     def _write(self) -> None:
         """Copy the state, and let the thread write it. On all ranks at the same boundary."""
         self._state.finish_step()
-        self._schedule.written()
+        self._timer.written()
         values = {**self._state.to_write(), **callback_arrays(self._others)}
         now = self._state.samples()
         # A pipeline's samples are those of all ranks, so only rank 0 writes them.

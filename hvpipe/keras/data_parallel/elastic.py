@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, name_lost
 from hvpipe.keras.data_parallel.elastic_data import ElasticData
 from hvpipe.keras.initial_state import settle, shared_slots
 from hvpipe.keras.resize import scale_learning_rate, tell_resize
@@ -277,13 +277,14 @@ class Elastic:
     def _tell(self, change: Resize, agreed: int, took_s: float) -> None:
         if change.rank == 0:
             logger.warning(
-                "hvpipe: rank %s of %d was lost: %d ranks go on after step %d, %.2f s after they noticed. %s",
-                ", ".join(map(str, change.lost)) or "?",
-                change.old_size,
+                "hvpipe: %s. %d ranks go on after step %d, %.2f s after they noticed. %s",
+                name_lost(change.lost, change.old_size),
                 change.size,
                 agreed,
                 took_s,
-                "The data is divided anew." if self.data.shares_source else "Its data is not trained on.",
+                "The data is divided anew."
+                if self.data.shares_source
+                else "The data of a lost rank is not trained on.",
             )
 
     def _leave_if_too_few(self, change: Resize, begun: int) -> None:

@@ -107,7 +107,7 @@ class NonfiniteGuard:
         self._skipped += 1
         if rank == 0 and self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th time
             logger.warning(
-                "hvpipe: step %d was skipped on all ranks, the %d. so far. Received: %s",
+                "hvpipe: skipped step %d on all ranks (skipped so far: %d). Received: %s",
                 step,
                 self._skipped,
                 found,

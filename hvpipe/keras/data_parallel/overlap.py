@@ -36,7 +36,8 @@ class OverlapOptions:
     """What only some modes use.
 
     Args:
-        warmup_steps: Of "stale": steps at the start that update with their own gradients.
+        warmup_steps: Steps at the start of "stale" that update with their own gradients, and steps before
+            "int8" and "powersgd" compress.
         rounds: Of "local".
     """
 

@@ -44,7 +44,7 @@ class TrainSteps:
         model: A Keras model.
         methods: The model's own methods.
         overlap: The mode that was asked for.
-        overlap_options: What only some modes use. Its exact steps also come before a code of gradients.
+        overlap_options: What only some modes use. `warmup_steps` also delays int8 and PowerSGD.
         options: How gradients are cut into buckets and sent.
         verify_every: After how many steps to compare weights over ranks; 0: never.
     """

@@ -14,7 +14,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvpipe.comm.last_words import tell_loss
+from hvpipe.comm.job_folder import tell_loss
+from hvpipe.errors import name_lost
 from hvpipe.keras.checkpoint.preemption import EXIT_CODE
 from hvpipe.keras.data_parallel.elastic import TOO_FEW
 from hvpipe.session import Session
@@ -62,9 +63,8 @@ def _tell(session: Session, lost: Sequence[int], steps: int, saved: int | None) 
     enough = world.size >= settings.min_ranks
     if world.rank == 0:
         logger.warning(
-            "hvpipe: rank %s of %d was lost in step %d. %s %s",
-            ", ".join(map(str, lost)) or "?",
-            world.size + len(lost),
+            "hvpipe: %s in step %d. %s %s",
+            name_lost(lost, world.size + len(lost)),
             steps + 1,
             loses,
             f"All ranks exit with code {EXIT_CODE}, to start again from the newest checkpoint."

@@ -22,8 +22,8 @@ from arrays import (
     part,
     patterns,
 )
-from hvpipe.comm.discover import settings
 from hvpipe.comm.engine import Compression, Engine
+from hvpipe.comm.settings import settings
 from hvpipe.errors import HvpipeError
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvpipe.comm.discover import Settings, discover
+from hvpipe.comm.discover import discover
+from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World, open_world
 from hvpipe.errors import HvpipeError
 

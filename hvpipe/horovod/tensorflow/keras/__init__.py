@@ -38,7 +38,7 @@ from hvpipe.horovod.world import (
 )
 from hvpipe.keras.collectives.compression import Compression
 from hvpipe.keras.collectives.gradients import wrap_optimizer
-from hvpipe.keras.learning_rate import load_model as _load_model
+from hvpipe.keras.horovod_callbacks import load_model as _load_model
 
 __all__ = [
     "Average",

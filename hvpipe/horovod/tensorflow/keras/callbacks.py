@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
-from hvpipe.keras.learning_rate import (
+from hvpipe.keras.horovod_callbacks import (
     BestModelCheckpoint,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvpipe.horovod.tensorflow.elastic import TensorFlowKerasState, run
-from hvpipe.keras.learning_rate import StateCallback
+from hvpipe.keras.horovod_callbacks import StateCallback
 
 __all__ = [
     "CommitStateCallback",

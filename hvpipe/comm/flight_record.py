@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import secrets
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvpipe.atomic_file import atomic_file
-from hvpipe.comm.discover import Settings
+from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError
 
 _STACK_SIGNAL = signal.SIGRTMIN + 5  # batch systems and launchers use none of these
 _BYTES = 4096 + 128 * 1000  # of a recorder
-
-_LOSS = "lost.json"
 
 _core: Any = None
 _stack_file: int | None = None
@@ -96,38 +90,3 @@ def tell_recorder(why: str) -> None:
     """Record why this rank ends."""
     if _core is not None:
         _core.end(why)
-
-
-def tell_joined(folder: Path | None, ended: bool = False) -> None:
-    """Tell `hvpipe run` that a rank has joined the others, or has ended properly."""
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            (folder / ("ended" if ended else "joined")).touch()
-
-
-def none_ended(folder: Path) -> bool:
-    """Tell whether ranks of this host have joined, and none of them has ended properly."""
-    return (folder / "joined").exists() and not (folder / "ended").exists()
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The ranks that a job has lost, and the step that it was in: 0 before the first one."""
-
-    ranks: tuple[int, ...]
-    step: int
-
-
-def tell_loss(folder: Path, ranks: Sequence[int], step: int) -> None:
-    """Tell `hvpipe run`, in the job folder, that the job should start again without some of its ranks."""
-    with contextlib.suppress(OSError), atomic_file(folder / _LOSS) as file:
-        file.write(json.dumps({"ranks": list(ranks), "step": step}).encode())
-
-
-def read_loss(folder: Path) -> Loss | None:
-    """Return what `tell_loss` has told in this job folder; None if it has not."""
-    path = folder / _LOSS
-    if not path.exists():
-        return None
-    told = json.loads(path.read_text())
-    return Loss(tuple(told["ranks"]), told["step"])

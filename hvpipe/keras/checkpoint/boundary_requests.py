@@ -1,4 +1,4 @@
-"""Decides, alike on all ranks and without a message, at which step boundary to write a checkpoint."""
+"""What ranks decide alike and without a message at a step boundary: to write a checkpoint, or to stop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BUSY = 2
 _TIME = 4  # rank 0's clock says that a checkpoint is due
 
 
-class Schedule:
-    """When the next checkpoint is due.
+class CheckpointTimer:
+    """Knows when the next checkpoint is due.
 
     Args:
         every: The interval.

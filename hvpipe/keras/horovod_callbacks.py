@@ -23,7 +23,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         staircase: Whether the rate changes once an epoch. If not, it changes at every batch, and `multiplier`
             gets a fraction as its epoch.
         momentum_correction: Whether the momentum is scaled with the rate for the first batch after a change
-            (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2).
+            (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2). Only under `run_eagerly=True`:
+            otherwise Keras traces the momentum as a constant.
         steps_per_epoch: Batches in an epoch; None to take it from `fit`.
 
     Raises:

@@ -1,0 +1,129 @@
+"""What settings are read from environment variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvpipe.comm.settings import Settings, live_folder, settings
+from hvpipe.errors import HvpipeError
+
+GLOO = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "horovods_own"),
+    [(GLOO, True), ({"HVPIPE_BACKEND": "horovod"}, True), ({**GLOO, "HVPIPE_BACKEND": "mpi"}, False)],
+)
+def test_horovods_variables_are_its_own_where_it_runs(environ: dict[str, str], horovods_own: bool) -> None:
+    asked = {**environ, "HOROVOD_TIMELINE": "t.json", "HOROVOD_CYCLE_TIME": "2"}
+    found = settings(asked)
+    assert found.trace_path == (None if horovods_own else "t.json")
+    assert found.without_effect == (() if horovods_own else ("HOROVOD_CYCLE_TIME",))
+
+
+def test_an_unknown_back_end_is_named() -> None:
+    with pytest.raises(HvpipeError, match=r"HVPIPE_BACKEND should be mpi or horovod.*'gloo'"):
+        settings({"HVPIPE_BACKEND": "gloo"})
+
+
+def test_settings_without_variables_are_the_defaults() -> None:
+    assert settings({}) == Settings()
+    assert settings({"HVPIPE_TIMEOUT": "", "HVPIPE_TRACE": "", "HVPIPE_LOG_LEVEL": ""}) == Settings()
+
+
+def test_settings_are_read() -> None:
+    environ = {
+        "HVPIPE_TIMEOUT": "2.5",
+        "HVPIPE_TRACE": "/tmp/t.json",
+        "HVPIPE_UTILIZATION": "u.json",
+        "HVPIPE_UTILIZATION_HZ": "2.5",
+        "CUDA_VISIBLE_DEVICES": "1,0",
+        "HVPIPE_BUCKET_BYTES": "1000",
+        "HVPIPE_TABLE_BYTES": "2000",
+        "HVPIPE_SEGMENT_BYTES": "64",
+        "HVPIPE_SHARED_MEMORY": "0",
+        "HVPIPE_NCCL_SPAN": "host",
+        "HVPIPE_VERIFY": "100",
+        "HVPIPE_NONFINITE": "skip",
+        "HVPIPE_SUMMARY": "1",
+        "HVPIPE_LOG_LEVEL": "DEBUG",
+    }
+    assert settings(environ) == Settings(
+        timeout_s=2.5,
+        trace_path="/tmp/t.json",
+        utilization_path="u.json",
+        utilization_hz=2.5,
+        visible_gpus="1,0",
+        live=True,
+        bucket_bytes=1000,
+        table_bytes=2000,
+        segment_bytes=64,
+        shared_memory=False,
+        nccl_span="host",
+        verify_every=100,
+        nonfinite="skip",
+        summary=True,
+        log_level="debug",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("HVPIPE_TIMEOUT", "soon", "a positive number of seconds"),
+        ("HVPIPE_TIMEOUT", "0", "a positive number of seconds"),
+        ("HVPIPE_TIMEOUT", "inf", "a positive number of seconds"),
+        ("HVPIPE_UTILIZATION_HZ", "0", "a positive number of samples a second"),
+        ("HVPIPE_LIVE", "yes", "0, 1 or the absolute path of a folder"),
+        ("HVPIPE_BUCKET_BYTES", "4M", "a positive number of bytes"),
+        ("HVPIPE_SEGMENT_BYTES", "-1", "a positive number of bytes"),
+        ("HVPIPE_SHARED_MEMORY", "yes", "0 or 1"),
+        ("HVPIPE_NCCL_SPAN", "rack", "world or host"),
+        ("HVPIPE_VERIFY", "0", "a positive number of steps"),
+        ("HVPIPE_NONFINITE", "stop", "raise, skip or ignore"),
+        ("HVPIPE_SUMMARY", "2", "0 or 1"),
+        ("HVPIPE_LOG_LEVEL", "loud", "one of debug, info, warning, error"),
+    ],
+)
+def test_a_bad_setting_is_named(name: str, text: str, wanted: str) -> None:
+    with pytest.raises(HvpipeError, match=f"{name} should be {wanted}. Received: {name}='{text}'"):
+        settings({name: text})
+
+
+def test_settings_from_horovods_variables() -> None:
+    environ = {
+        "HOROVOD_FUSION_THRESHOLD": "33554432",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_LOG_LEVEL": "TRACE",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600",
+        "HOROVOD_CYCLE_TIME": "3.5",
+    }
+    assert settings(environ) == Settings(
+        timeout_s=600,
+        trace_path="t.json",
+        bucket_bytes=33554432,
+        log_level="debug",
+        without_effect=("HOROVOD_CYCLE_TIME",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "live", "folder"),
+    [
+        ({"HVPIPE_SUMMARY": "1"}, True, None),
+        ({"HVPIPE_SUMMARY": "1", "HVPIPE_LIVE": "0"}, False, None),
+        ({"HVPIPE_LIVE": "1"}, True, None),
+        ({"HVPIPE_LIVE": "/shared/jobs"}, True, "/shared/jobs"),
+    ],
+)
+def test_settings_that_make_a_run_visible_to_hvpipe_top(
+    environ: dict[str, str], live: bool, folder: str | None
+) -> None:
+    assert (settings(environ).live, settings(environ).live_folder) == (live, folder)
+    assert live_folder(environ) == folder
