@@ -43,7 +43,7 @@ ONE_PROCESS = tuple(
     f"{KERAS}/{name}.py"
     for name in (
         "data_parallel/test_bucket_update",
-        "data_parallel/test_gradient_codes",
+        "data_parallel/test_gradient_compressors",
         "profiling/test_measure",
         "graph/test_split_gradient",
         "graph/test_layer_graph",

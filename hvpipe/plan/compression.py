@@ -1,7 +1,7 @@
 """Compressed gradients: what the names stand for, and the buckets of the two phases in which they travel.
 
 "powersgd:4"    first the factors P, then the factors Q, of every matrix of gradients
-"int8"          first the maximum of every block, then a byte for every number
+"int8"          first the maximum of every block, and small gradients whole; then a byte for every number
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from hvpipe.plan.buckets import WIRE_DTYPE, Bucket, BucketPlan, Gradient
 
 BLOCK = 256
 """Numbers that share a scale under "int8"."""
+MOST_WHOLE = 4096
+"""Gradients of so many numbers travel whole under "int8": compressing them takes longer than sending them."""
 MOST_RANKS = 63
 """Ranks that "int8" can serve: then a rank has 1.5 steps to each side of zero."""
 
 _FIRST_PRIORITY = -1  # before every second phase, after the engine's control records
 
 Shape = tuple[int, ...]
+Parts = tuple[Shape, Shape | None]
+"""The shapes of what travels in the first and in the second phase."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ class PowerSgd:
         rows, columns = min(ways, key=sum, default=(0, 0))
         return (rows, columns) if (rows + columns) * self.rank < rows * columns else None
 
-    def parts(self, gradient: Gradient) -> tuple[Shape, Shape] | None:
-        """Return the shapes of P and Q, or None if the gradient travels whole."""
+    def parts(self, gradient: Gradient) -> Parts | None:
+        """Return the shapes of P and Q, or None if the gradient travels whole, in the second phase."""
         matrix = self.matrix(gradient.shape)
         return None if matrix is None else ((matrix[0], self.rank), (matrix[1], self.rank))
 
@@ -52,15 +56,17 @@ class Int8:
 
     second_dtype = "int8"
 
-    def parts(self, gradient: Gradient) -> tuple[Shape, Shape] | None:
-        """Return the shapes of the blocks' maxima and of the bytes."""
+    def parts(self, gradient: Gradient) -> Parts | None:
+        """Return the shapes of the blocks' maxima and of the bytes. Small gradients travel whole at first."""
+        if gradient.count <= MOST_WHOLE:
+            return gradient.shape, None
         return (-(-gradient.count // BLOCK),), gradient.shape
 
 
-Code = PowerSgd | Int8
+Compression = PowerSgd | Int8
 
 
-def code_named(compression: str | None) -> Code | None:
+def compression_named(compression: str | None) -> Compression | None:
     """Return what a compression does to gradients; None if they only change their type, or nothing.
 
     Raises:
@@ -85,17 +91,24 @@ class PhasedBucket:
 
     Attributes:
         first: The number of its bucket in the first phase; None if all of it travels whole.
-        second: The number of its bucket in the second phase, with the whole gradients between the others.
-        parts: For each member the shapes of its two parts; None if it travels whole.
+        second: The number of its bucket in the second phase.
+        in_first: The members that have a part in the first phase, with the shape of this part.
+        in_second: The same for the second phase. Members in only one of them travel whole.
     """
 
     first: int | None
     second: int
-    parts: tuple[tuple[Shape, Shape] | None, ...]
+    in_first: dict[int, Shape]
+    in_second: dict[int, Shape]
+
+    @property
+    def compressed(self) -> list[int]:
+        """The members that have two parts."""
+        return [member for member in self.in_first if member in self.in_second]
 
 
 def in_phases(
-    plan: BucketPlan, gradients: Sequence[Gradient], code: Code
+    plan: BucketPlan, gradients: Sequence[Gradient], compression: Compression
 ) -> tuple[BucketPlan, tuple[PhasedBucket, ...]]:
     """Return the buckets that are sent, and which of them carry each bucket of `plan`.
 
@@ -105,30 +118,34 @@ def in_phases(
     Args:
         plan: The buckets of gradients, which are updated together.
         gradients: The gradients.
-        code: How to compress them.
+        compression: How to compress them.
     """
     firsts: list[Bucket] = []
     seconds: list[Bucket] = []
     phased = []
     for bucket in plan.buckets:
         members = [gradients[place] for place in bucket.members]
-        codable = bucket.dtype == bucket.wire_dtype == "float32" and not bucket.row
-        parts = tuple(code.parts(gradient) if codable else None for gradient in members)
-        coded = [part for part in parts if part is not None]
-        phased.append(PhasedBucket(len(firsts) if coded else None, len(seconds), parts))
-        if not coded:
+        compressible = bucket.dtype == bucket.wire_dtype == "float32" and not bucket.row
+        parts = [compression.parts(gradient) if compressible else None for gradient in members]
+        in_first = {member: part[0] for member, part in enumerate(parts) if part is not None}
+        in_second = {
+            member: shape
+            for member, (part, gradient) in enumerate(zip(parts, members, strict=True))
+            if (shape := gradient.shape if part is None else part[1]) is not None
+        }
+        found = PhasedBucket(len(firsts), len(seconds), in_first, in_second)
+        if not found.compressed:
+            whole = {member: gradient.shape for member, gradient in enumerate(members)}
+            phased.append(PhasedBucket(None, len(seconds), {}, whole))
             seconds.append(bucket)
             continue
-        counts = tuple(math.prod(first) for first, _ in coded)
-        name = f"first of {bucket.name}"
+        phased.append(found)
+        name, dtype = f"first of {bucket.name}", compression.second_dtype
+        counts = tuple(map(math.prod, in_first.values()))
         firsts.append(replace(bucket, name=name, counts=counts, priority=_FIRST_PRIORITY))
-        counts = tuple(
-            gradient.count if part is None else math.prod(part[1])
-            for gradient, part in zip(members, parts, strict=True)
-        )
-        dtype = code.second_dtype
+        counts = tuple(map(math.prod, in_second.values()))
         seconds.append(replace(bucket, counts=counts, dtype=dtype, wire_dtype=dtype))
-    text = repr((plan.signature, code, firsts, seconds))
+    text = repr((plan.signature, compression, firsts, seconds))
     signature = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     numbered = (replace(each, second=each.second + len(firsts)) for each in phased)
     return BucketPlan((*firsts, *seconds), signature), tuple(numbered)

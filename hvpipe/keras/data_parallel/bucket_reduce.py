@@ -18,7 +18,7 @@ from hvpipe.keras.gpu import on_the_host, reduces_on_gpu
 from hvpipe.keras.ops import library
 from hvpipe.keras.variables import identity, name_of
 from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
-from hvpipe.plan.compression import code_named
+from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session
 
 
@@ -27,8 +27,8 @@ class ReduceOptions:
     """How gradients are cut into buckets and sent.
 
     Args:
-        compression: None; "bf16" or "fp16": the type in which float32 gradients are sent; or a code of
-            hvpipe/plan/compression.py, which needs `compressed_reduce.make_reducer`.
+        compression: None; "bf16" or "fp16": the type in which float32 gradients are sent; or what
+            hvpipe/plan/compression.py names, which needs `compressed_reduce.make_reducer`.
         bucket_bytes: Size of a fused buffer; None: HVPIPE_BUCKET_BYTES, else a default by the model's size.
         in_turn: Reduce buckets in the order of the plan instead of by urgency.
         tables: The variables, by `identity`, whose gradients have few rows that are not zero.
@@ -68,13 +68,13 @@ class BucketReducer:
             )
             for place, v in enumerate(variables)
         ]
-        self._code = code_named(options.compression)
-        # The second phase of a code waits for the first, but sums of NCCL may wait for all submits of a step.
-        on_device = self._code is None and reduces_on_gpu(session)
+        self._compression = compression_named(options.compression)
+        # A second phase waits for the first, but sums of NCCL may wait for all submits of a step.
+        on_device = self._compression is None and reduces_on_gpu(session)
         self.plan: BucketPlan = plan_buckets(
             gradients,
             options.bucket_bytes or session.settings.bucket_bytes,
-            options.compression if self._code is None else None,
+            options.compression if self._compression is None else None,
             in_turn=options.in_turn,
             table_bytes=None if on_device else session.settings.table_bytes,
         )

@@ -27,7 +27,7 @@ from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
 from hvpipe.keras.data_parallel.overlap import BackwardOverlap
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
-from hvpipe.plan.compression import code_named
+from hvpipe.plan.compression import compression_named
 from hvpipe.session import current
 
 
@@ -135,7 +135,7 @@ class DistributedGradientTape:
         bucket_bytes: int | None = None,
         **others: Any,
     ) -> None:
-        code_named(compression)
+        compression_named(compression)
         check_other_arguments("DistributedGradientTape", others)
         self._tape = tape
         self._compression = compression

@@ -50,7 +50,7 @@ from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.variables import average_variables
-from hvpipe.plan.compression import code_named
+from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session, current
 
 Model = TypeVar("Model", bound=keras.Model)
@@ -158,13 +158,13 @@ def data_parallel(
     """
     mode = overlap_named(overlap)
     rounds = round_options(overlap, every, outer_learning_rate, outer_momentum, warmup_steps)
-    code = code_named(compression)
+    compresses = compression_named(compression) is not None
     if not isinstance(model, keras.Model):
         raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")
     session = current()
     check_elastic(session, overlap, sync_batch_norm)
     check_gradient_compression(session, compression)
-    if overlap in ("stale", "local") and code is not None:
+    if overlap in ("stale", "local") and compresses:
         raise HvpipeError(
             f'overlap="{overlap}" needs compression=None, "bf16" or "fp16": use "step" with others. '
             f"Received: compression={compression!r}"

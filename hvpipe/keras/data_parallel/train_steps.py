@@ -28,7 +28,7 @@ from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, verify_equal
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.initial_state import build_state, start_equal, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
-from hvpipe.plan.compression import code_named
+from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
@@ -76,8 +76,8 @@ class TrainSteps:
         self._pending = False  # whether updates wait for the next step
         # To continue from: sums, steps, the state of rounds and of compression.
         self._held: tuple[Sequence[Any], int, Mapping[str, Any], Mapping[str, Any]] | None = None
-        self._code = code_named(options.compression)
-        self._compresses = False  # whether the hook uses the code
+        self._compression = compression_named(options.compression)
+        self._compresses = False  # whether the hook compresses
         self._times_prepared = 0
         self._steps_seen = 0
         self._steps_run = 0  # those before a resume included
@@ -369,11 +369,11 @@ class TrainSteps:
 
     def _warms_up(self) -> bool:
         steps = self._steps_run if self._held is None else self._held[1]
-        return self._code is not None and steps < self._overlap_options.warmup_steps
+        return self._compression is not None and steps < self._overlap_options.warmup_steps
 
     def _end_warm_up(self) -> None:
-        """Use the code from the first step after the warm-up on: with other buckets, so in a new graph."""
-        if self._hook is None or self._code is None or self._compresses or self._warms_up():
+        """Compress from the first step after the warm-up on: with other buckets, so in a new graph."""
+        if self._hook is None or self._compression is None or self._compresses or self._warms_up():
             return
         steps = self._hook.steps
         self._hook_optimizer(self._hook.variables)
@@ -417,8 +417,8 @@ class TrainSteps:
         eager = self.overlap.updates_in_next_step and self.model.run_eagerly
         overlap = BackwardOverlap if eager else self.overlap
         check_compressible(self.model.optimizer, self._options.compression)
-        self._compresses = self._code is not None and not self._warms_up()
-        exact = self._code is not None and not self._compresses
+        self._compresses = self._compression is not None and not self._warms_up()
+        exact = self._compression is not None and not self._compresses
         compression = None if exact else self._options.compression
         options = replace(self._options, tables=tables_of(self.model), compression=compression)
         self._hook = OptimizerHook(

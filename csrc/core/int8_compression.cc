@@ -1,5 +1,5 @@
 // The loops of compression "int8", for one block of numbers that share a scale.
-#include "core/int8_code.h"
+#include "core/int8_compression.h"
 
 #include <cmath>
 #include <cstring>
@@ -9,7 +9,7 @@
 namespace hvpipe {
 namespace {
 
-constexpr float kSmallestScale = 1e-37F;  // as in gradient_codes.py
+constexpr float kSmallestScale = 1e-37F;  // as in gradient_compressors.py
 // Added to a float below 2^22, it rounds it to the nearest integer, halves to even.
 constexpr float kRounds = 12582912.0F;  // 1.5 * 2^23
 

@@ -1,6 +1,6 @@
 // The arithmetic of compression "int8" in host memory, in one pass over the gradients for each phase.
 //
-// The same formulas as Int8Code in hvpipe/keras/data_parallel/gradient_codes.py, with the same values.
+// The same formulas as Int8Compressor in hvpipe/keras/data_parallel/gradient_compressors.py, with the same values.
 // TensorFlow's own operations need some twenty passes.
 #pragma once
 

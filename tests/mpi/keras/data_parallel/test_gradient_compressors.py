@@ -12,13 +12,13 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvpipe.keras.data_parallel.gradient_codes import HostInt8Code, Int8Code
+from hvpipe.keras.data_parallel.gradient_compressors import HostInt8Compressor, Int8Compressor
 from hvpipe.plan.compression import BLOCK
 
 SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=3).map(tuple) | st.just((2 * BLOCK,))
 
 
-def every_result(code: Int8Code, gradient: Any, share: float, error: Any, ranks: int) -> list[Any]:
+def every_result(code: Int8Compressor, gradient: Any, share: float, error: Any, ranks: int) -> list[Any]:
     """Return the results of all phases, as if all ranks had the same gradient."""
     mine, maxima = code.first(gradient, tf.constant(share), error, code.start())
     parts, scales, left = code.second(mine, maxima * ranks)
@@ -29,7 +29,9 @@ def every_result(code: Int8Code, gradient: Any, share: float, error: Any, ranks:
 def both(gradient: Any, share: float, error: Any, ranks: int) -> tuple[list[Any], list[Any]]:
     shape = tuple(gradient.shape)
     given_to = tf.constant(gradient), share, tf.constant(error), ranks
-    found, expected = (every_result(kind(shape, ranks), *given_to) for kind in (HostInt8Code, Int8Code))
+    found, expected = (
+        every_result(kind(shape, ranks), *given_to) for kind in (HostInt8Compressor, Int8Compressor)
+    )
     return found, expected
 
 
@@ -48,7 +50,7 @@ def test_many_blocks_in_a_graph() -> None:
     """Large enough for several threads, and in a graph, where outputs take the buffers of inputs."""
     values = np.random.default_rng(1).normal(size=(2, 3, 200_001)).astype(np.float32)
 
-    def phases(kind: type[Int8Code], gradient: Any, error: Any) -> list[Any]:
+    def phases(kind: type[Int8Compressor], gradient: Any, error: Any) -> list[Any]:
         code = kind((3, 200_001), 2)
         mine, maxima = code.first(gradient * 1.0, tf.constant(0.5), error * 1.0, code.start())
         parts, scales, left = code.second(mine, maxima * 2.0)
@@ -56,7 +58,7 @@ def test_many_blocks_in_a_graph() -> None:
 
     found, expected = (
         tf.function(functools.partial(phases, kind))(*map(tf.constant, values))
-        for kind in (HostInt8Code, Int8Code)
+        for kind in (HostInt8Compressor, Int8Compressor)
     )
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
@@ -65,7 +67,7 @@ def test_many_blocks_in_a_graph() -> None:
 def test_a_gradient_of_unknown_shape_has_that_of_its_error() -> None:
     @tf.function(input_signature=[tf.TensorSpec(None)])
     def shapes(gradient: Any) -> Any:
-        code = HostInt8Code((3, BLOCK), 2)
+        code = HostInt8Compressor((3, BLOCK), 2)
         given_to, maxima = code.first(gradient, tf.constant(1.0), tf.zeros((3, BLOCK)), code.start())
         assert (given_to.shape, maxima.shape) == ((3, BLOCK), (3,))
         return maxima

@@ -18,17 +18,17 @@ import tensorflow as tf
 
 from hvpipe.keras.gpu import has_gpu, on_the_host
 from hvpipe.keras.ops import library
-from hvpipe.plan.compression import BLOCK, Code, PowerSgd, Shape
+from hvpipe.plan.compression import BLOCK, Compression, PowerSgd, Shape
 
 _LARGEST = 127.0
 _SMALLEST_SCALE = 1e-37
 
 
-class GradientCode(Protocol):
+class GradientCompressor(Protocol):
     """How one gradient becomes two parts. `kept` goes from `second` to `decoded`, also into the next step."""
 
     def start(self) -> Any:
-        """Return the first `memory` (array), equal on all ranks."""
+        """Return the first `memory` (array), equal on all ranks; None if there is none."""
 
     def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
         """Return what this rank gives (its gradient, times its share, plus its error), and part 1 of it."""
@@ -43,7 +43,7 @@ class GradientCode(Protocol):
         """Return the reduced gradient, and the memory for the next step."""
 
 
-class PowerSgdCode:
+class PowerSgdCompressor:
     """A matrix M becomes P = M Q and, once P is orthogonal, Q = M^T P. The memory is Q of the step before.
 
     Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
@@ -88,7 +88,7 @@ class PowerSgdCode:
         return gradient, tf.where(usable, total / norm, memory)
 
 
-class Int8Code:
+class Int8Compressor:
     """Each number becomes a byte: its multiple of the scale of its block. No memory.
 
     The scale of a block is the sum of all ranks' maxima divided by 127 - n / 2. All multiples of n ranks add
@@ -105,9 +105,8 @@ class Int8Code:
         self._count = math.prod(shape)
         self._steps = _LARGEST - ranks / 2
 
-    def start(self) -> Any:
-        """Return nothing."""
-        return np.zeros([0], np.float32)
+    def start(self) -> None:
+        """Return None."""
 
     def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
         """Return what this rank gives, and the largest absolute value of each block of it."""
@@ -139,8 +138,8 @@ class Int8Code:
         return tf.reshape(tf.reshape(blocks, [-1])[: self._count], self._shape)
 
 
-class HostInt8Code(Int8Code):
-    """The same values on the CPU, in one pass over the numbers each (csrc/core/int8_code.h)."""
+class HostInt8Compressor(Int8Compressor):
+    """The same values on the CPU, in one pass over the numbers each (csrc/core/int8_compression.h)."""
 
     def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
         """Return what this rank gives, and the largest absolute value of each block of it."""
@@ -163,37 +162,46 @@ def _error_if(finite: Any, error: Any) -> Any:
     return tf.cond(finite, lambda: error, lambda: tf.zeros_like(error))
 
 
-def code_of(code: Code, shape: Shape, ranks: int, seed: int) -> GradientCode:
-    """Return the code of a gradient that does not travel whole."""
-    if not isinstance(code, PowerSgd):
-        return (Int8Code if has_gpu() else HostInt8Code)(shape, ranks)
-    matrix = code.matrix(shape)
+def compressor_of(compression: Compression, shape: Shape, ranks: int, seed: int) -> GradientCompressor:
+    """Return what compresses a gradient that does not travel whole."""
+    if not isinstance(compression, PowerSgd):
+        return (Int8Compressor if has_gpu() else HostInt8Compressor)(shape, ranks)
+    matrix = compression.matrix(shape)
     assert matrix is not None
-    return PowerSgdCode(shape, matrix, code.rank, seed)
+    return PowerSgdCompressor(shape, matrix, compression.rank, seed)
 
 
 def first_of(
-    codes: Sequence[GradientCode], tensors: Sequence[Any], share: Any, errors: Sequence[Any], memories: Any
+    compressors: Sequence[GradientCompressor],
+    tensors: Sequence[Any],
+    share: Any,
+    errors: Sequence[Any],
+    memories: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Return what this rank gives, and part 1 of it, for each gradient of a bucket."""
-    found = [c.first(t, share, e, m) for c, t, e, m in zip(codes, tensors, errors, memories, strict=True)]
+    found = [
+        c.first(t, share, e, m) for c, t, e, m in zip(compressors, tensors, errors, memories, strict=True)
+    ]
     given, parts = zip(*found, strict=True)
     return list(given), list(parts)
 
 
 def second_of(
-    codes: Sequence[GradientCode], given: Sequence[Any], totals: Sequence[Any]
+    compressors: Sequence[GradientCompressor], given: Sequence[Any], totals: Sequence[Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Return parts 2, what is kept, and new errors, for each gradient of a bucket."""
-    found = [c.second(g, t) for c, g, t in zip(codes, given, totals, strict=True)]
+    found = [c.second(g, t) for c, g, t in zip(compressors, given, totals, strict=True)]
     parts, kept, errors = zip(*found, strict=True)
     return list(parts), list(kept), list(errors)
 
 
 def decoded_of(
-    codes: Sequence[GradientCode], totals: Sequence[Any], kept: Sequence[Any], memories: Sequence[Any]
+    compressors: Sequence[GradientCompressor],
+    totals: Sequence[Any],
+    kept: Sequence[Any],
+    memories: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
     """Return reduced gradients, and memories, for each gradient of a bucket."""
-    found = [c.decoded(t, k, m) for c, t, k, m in zip(codes, totals, kept, memories, strict=True)]
+    found = [c.decoded(t, k, m) for c, t, k, m in zip(compressors, totals, kept, memories, strict=True)]
     gradients, after = zip(*found, strict=True)
     return list(gradients), list(after)
