@@ -82,11 +82,12 @@ void RecordExchange::CheckAgreement() const {
 
 Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,
                    const std::string& others_what) {
-  return Error("The ranks disagree about what comes next: all should make the same calls in the same order. "
-               "Look for code that only some ranks run, and for data of another length on some. Received: " +
-                   kind + " " + std::to_string(rank) + " is at: " + what + ". " + kind + " " +
-                   std::to_string(other) + " is at: " + others_what + ".",
-               ErrorKind::kMismatch);
+  return Error(
+      "The ranks disagree about what comes next: all should make the same calls in the same order. "
+      "Look for code that only some ranks run, and for data of another length on some. Received: " +
+          kind + " " + std::to_string(rank) + " is at: " + what + ". " + kind + " " + std::to_string(other) +
+          " is at: " + others_what + ".",
+      ErrorKind::kMismatch);
 }
 
 std::optional<Record> TakeRecord(Transport& transport, int rank, int tag) {

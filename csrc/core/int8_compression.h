@@ -1,7 +1,7 @@
 // The arithmetic of compression "int8" in host memory, in one pass over the gradients for each phase.
 //
-// The same formulas as Int8Compressor in hvpipe/keras/data_parallel/gradient_compressors.py, with the same values.
-// TensorFlow's own operations need some twenty passes.
+// The same formulas as Int8Compressor in hvpipe/keras/data_parallel/gradient_compressors.py, with the same
+// values. TensorFlow's own operations need some twenty passes.
 #pragma once
 
 #include <cstddef>

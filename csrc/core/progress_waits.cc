@@ -15,7 +15,8 @@ void Progress::CheckDeadline(const Operation& operation, double waited_s) const 
   std::ostringstream text;
   text << "Waited " << limit_s << " s in " << operation.what << " for ";
   if (stage.collective) {
-    text << stage.collective->Waiting() << ". Has that rank ended, or is it busy for longer than the time limit?";
+    text << stage.collective->Waiting()
+         << ". Has that rank ended, or is it busy for longer than the time limit?";
   } else {
     text << "an earlier operation, which has not ended.";
   }

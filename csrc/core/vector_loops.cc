@@ -93,7 +93,8 @@ HVPIPE_VECTORISED void AddDouble(double* dst, const double* src, std::size_t cou
   for (std::size_t i = 0; i < count; ++i) dst[i] += src[i];
 }
 
-// The sums of whoever compressed the numbers fit into int8 (hvpipe/keras/data_parallel/gradient_compressors.py).
+// The sums of whoever compressed the numbers fit into int8
+// (hvpipe/keras/data_parallel/gradient_compressors.py).
 HVPIPE_VECTORISED void AddInt8(std::uint8_t* dst, const std::uint8_t* src, std::size_t count) {
   HVPIPE_ELEMENTWISE
   for (std::size_t i = 0; i < count; ++i) dst[i] = static_cast<std::uint8_t>(dst[i] + src[i]);
