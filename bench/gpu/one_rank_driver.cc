@@ -1,0 +1,271 @@
+// Meets a real device and a real NCCL with one rank: streams and events, casts, and every call of a
+// communicator.
+//
+//   one_rank_driver DEVICE_LIBRARY [NCCL_LIBRARY]
+//
+// Prints a line for each part: "ok WHAT", or "FAILED WHAT: why". Exit code 1 if one failed.
+// bench/gpu/check.py builds it.
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/error.h"
+#include "device/device.h"
+#include "device/nccl.h"
+
+namespace {
+
+using hvpipe::Device;
+using hvpipe::DType;
+
+constexpr double kTimeoutS = 20;
+constexpr std::size_t kCount = 1'000'003;
+bool failed = false;
+
+void Expect(bool right, const std::string& what) {
+  if (!right) throw hvpipe::Error("wrong: " + what);
+}
+
+void Part(const char* what, const std::function<void()>& part) {
+  try {
+    part();
+    std::printf("ok %s\n", what);
+  } catch (const std::exception& error) {
+    failed = true;
+    std::printf("FAILED %s: %s\n", what, error.what());
+  }
+  std::fflush(stdout);
+}
+
+std::vector<float> Random(std::size_t count) {
+  std::mt19937 numbers(std::random_device{}());
+  std::uniform_real_distribution<float> uniform(-2, 2);
+  std::vector<float> found(count);
+  for (float& each : found) each = uniform(numbers);
+  return found;
+}
+
+// Device memory with two streams and an event.
+class Bench {
+ public:
+  explicit Bench(Device& device)
+      : device_(device), stream_(device.MakeStream()), other_(device.MakeStream()) {}
+
+  Device::Stream stream() const { return stream_; }
+
+  void Synchronize(Device::Stream stream) {
+    const Device::Event event = device_.MakeEvent();
+    device_.Record(event, stream);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!device_.Reached(event))
+      Expect(std::chrono::steady_clock::now() < end, "an event is never reached");
+    device_.DestroyEvent(event);
+  }
+
+  void Put(void* to, const std::vector<float>& from) {
+    device_.CopyFromHost(to, from.data(), from.size() * sizeof(float), stream_);
+    Synchronize(stream_);
+  }
+
+  std::vector<float> Get(const void* from, std::size_t count) {
+    std::vector<float> found(count);
+    device_.CopyToHost(found.data(), from, count * sizeof(float), stream_);
+    Synchronize(stream_);
+    return found;
+  }
+
+  // A long chain of casts on one stream; a copy on the other waits for its end by an event.
+  void StreamsAndEvents() {
+    const std::size_t large = std::size_t{1} << 26;
+    auto* const chain = static_cast<float*>(device_.Allocate(large * sizeof(float)));
+    Expect(chain != nullptr, "no memory");
+    const std::vector<float> ones(large, 1.0F);
+    Put(chain, ones);
+    for (int i = 0; i < 40; ++i) {
+      device_.ScaleAndCast({{chain, chain, large}}, DType::kFloat32, DType::kFloat32, i < 20 ? 2.0 : 0.5,
+                           nullptr, stream_);
+    }
+    device_.ScaleAndCast({{chain, chain, large}}, DType::kFloat32, DType::kFloat32, 3.0, nullptr, stream_);
+    const Device::Event event = device_.MakeEvent();
+    device_.Record(event, stream_);
+    const bool early = device_.Reached(event);
+    device_.Wait(other_, event);
+    float last = 0;
+    auto* const host = static_cast<float*>(device_.AllocateHost(sizeof(float)));
+    device_.CopyToHost(host, chain + large - 1, sizeof(float), other_);
+    Synchronize(other_);
+    last = *host;
+    Expect(device_.Reached(event), "the event is not reached though the stream that waited for it is");
+    Expect(std::fabs(last - 3.0F) < 1e-6F,
+           "a stream did not wait: " + std::to_string(last) + " in place of 3");
+    Expect(!early, "40 passes over 256 MB ended before the call returned: calls are not asynchronous");
+    device_.FreeHost(host);
+    device_.DestroyEvent(event);
+    device_.Free(chain);
+  }
+
+ private:
+  Device& device_;
+  Device::Stream stream_, other_;
+};
+
+void Check(const std::vector<float>& found, const std::vector<float>& wanted, const char* what) {
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (found[i] != wanted[i]) {
+      throw hvpipe::Error("wrong: " + std::string(what) + " at " + std::to_string(i) + ": " +
+                          std::to_string(found[i]) + " in place of " + std::to_string(wanted[i]));
+    }
+  }
+}
+
+void WithNccl(Device& device, Bench& bench, const std::string& path) {
+  const hvpipe::NcclLibrary library(path);
+  std::printf("note NCCL %s, %s\n", library.VersionText().c_str(), path.c_str());
+  const hvpipe::CurrentDevice current(device);
+  const auto go_on = [] {};
+  const std::size_t bytes = kCount * sizeof(float);
+  const auto numbers = Random(kCount);
+  void* const in = device.Allocate(bytes);
+  void* const out = device.Allocate(bytes);
+  bench.Put(in, numbers);
+  const std::vector<float> poison(kCount, NAN);
+  std::unique_ptr<hvpipe::NcclCommunicator> one;
+  const auto settle = [&](const char* what) {
+    one->WaitUntilReady(kTimeoutS, what, go_on);
+    bench.Synchronize(bench.stream());
+  };
+  Part("NCCL: join", [&] {
+    one = std::make_unique<hvpipe::NcclCommunicator>(library, 0, 1, library.NewId());
+    one->WaitUntilReady(60, "joining", go_on);
+  });
+  if (one == nullptr) return;
+  Part("NCCL: all-reduce", [&] {
+    bench.Put(out, poison);
+    one->AllReduce(in, out, kCount, DType::kFloat32, bench.stream());
+    settle("an all-reduce");
+    Check(bench.Get(out, kCount), numbers, "the sum");
+  });
+  Part("NCCL: reduce-scatter, all-gather, broadcast in place", [&] {
+    bench.Put(out, numbers);
+    one->ReduceScatter(out, kCount, DType::kFloat32, bench.stream());
+    settle("a reduce-scatter");
+    one->AllGather(out, kCount, DType::kFloat32, bench.stream());
+    settle("an all-gather");
+    one->Broadcast(out, bytes, 0, bench.stream());
+    settle("a broadcast");
+    Check(bench.Get(out, kCount), numbers, "the sum");
+  });
+  Part("NCCL: grouped send to itself", [&] {
+    bench.Put(out, poison);
+    one->Grouped([&] {
+      one->Send(in, bytes, 0, bench.stream());
+      one->Receive(out, bytes, 0, bench.stream());
+    });
+    settle("a message to itself");
+    Check(bench.Get(out, kCount), numbers, "the message");
+  });
+  Part("NCCL: several all-reduces in a group", [&] {
+    bench.Put(out, poison);
+    one->Grouped([&] {
+      const std::size_t half = kCount / 2;
+      one->AllReduce(in, out, half, DType::kFloat32, bench.stream());
+      one->AllReduce(static_cast<float*>(in) + half, static_cast<float*>(out) + half, kCount - half,
+                     DType::kFloat32, bench.stream());
+    });
+    settle("a group");
+    Check(bench.Get(out, kCount), numbers, "the sums");
+  });
+  Part("NCCL: registered memory", [&] {
+    Expect(library.has_memory(), "this NCCL has no ncclMemAlloc");
+    void* const own = library.Allocate(bytes);
+    device.Clear(own, bytes);
+    Check(bench.Get(own, kCount), std::vector<float>(kCount, 0.0F), "cleared memory");
+    void* const registration = one->Register(own, bytes);
+    std::printf("note ncclCommRegister %s\n", registration != nullptr ? "registers" : "is switched off");
+    bench.Put(own, numbers);
+    one->AllReduce(own, own, kCount, DType::kFloat32, bench.stream());
+    settle("an all-reduce of registered memory");
+    Check(bench.Get(own, kCount), numbers, "the sum");
+    if (registration != nullptr) one->Deregister(registration);
+    library.Free(own);
+  });
+  Part("NCCL: launch latency", [&] {
+    const auto begin = std::chrono::steady_clock::now();
+    constexpr int kTimes = 200;
+    for (int i = 0; i < kTimes; ++i) {
+      one->AllReduce(in, out, 1000, DType::kFloat32, bench.stream());
+      while (!one->Ready()) {
+      }
+    }
+    const std::chrono::duration<double, std::micro> taken = std::chrono::steady_clock::now() - begin;
+    std::printf("note %.1f us from a call until the communicator is ready\n", taken.count() / kTimes);
+    bench.Synchronize(bench.stream());
+  });
+  Part("NCCL: close", [&] { one->Close(kTimeoutS); });
+  Part("NCCL: abort, from a thread without a current device", [&] {
+    hvpipe::NcclCommunicator ended(library, 0, 1, library.NewId());
+    ended.WaitUntilReady(60, "joining", go_on);
+    ended.AllReduce(in, out, kCount, DType::kFloat32, bench.stream());
+    std::thread([&] { ended.Abort(); }).join();
+    Expect(ended.Aborted(kTimeoutS), "the abort does not end");
+    bool refused = false;
+    try {
+      ended.AllReduce(in, out, 1, DType::kFloat32, bench.stream());
+    } catch (const hvpipe::Error&) {
+      refused = true;
+    }
+    Expect(refused, "a call after the abort is not refused");
+    bench.Synchronize(bench.stream());
+  });
+  Part("NCCL: a second communicator after an abort", [&] {
+    hvpipe::NcclCommunicator again(library, 0, 1, library.NewId());
+    again.WaitUntilReady(60, "joining", go_on);
+    again.AllReduce(in, out, kCount, DType::kFloat32, bench.stream());
+    again.WaitUntilReady(kTimeoutS, "an all-reduce", go_on);
+    bench.Synchronize(bench.stream());
+    again.Close(kTimeoutS);
+  });
+  device.Free(in);
+  device.Free(out);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2) return 2;
+  try {
+    const auto device = hvpipe::OpenDevice(argv[1], 0);
+    std::printf("note device %s\n", device->Name().c_str());
+    Bench bench(*device);
+    Part("streams and events", [&] { bench.StreamsAndEvents(); });
+    Part("a scaled cast against the host", [&] {
+      const auto numbers = Random(kCount);
+      void* const in = device->Allocate(kCount * sizeof(float));
+      void* const out = device->Allocate(kCount * sizeof(float));
+      bench.Put(in, numbers);
+      device->ScaleAndCast({{in, out, kCount}}, DType::kFloat32, DType::kFloat32, 0.3, nullptr,
+                           bench.stream());
+      const auto found = bench.Get(out, kCount);
+      double largest = 0;
+      for (std::size_t i = 0; i < kCount; ++i) {
+        const double wanted = static_cast<double>(numbers[i]) * 0.3;
+        largest = std::max(largest, std::fabs(static_cast<double>(found[i]) - wanted));
+      }
+      Expect(largest < 1e-6, "the largest error is " + std::to_string(largest));
+      device->Free(in);
+      device->Free(out);
+    });
+    if (argc > 2) Part("NCCL", [&] { WithNccl(*device, bench, argv[2]); });
+  } catch (const std::exception& error) {
+    std::printf("FAILED opening the device: %s\n", error.what());
+    return 1;
+  }
+  return failed ? 1 : 0;
+}
