@@ -1,9 +1,10 @@
 """Verify and measure hvpipe on this machine's GPU: `python -m bench.gpu.check`.
 
-It builds hvpipe if its GPU library is missing. Then it runs bench.gpu.check_worker with one rank, with two
-through the host and with two by NCCL. Every result is compared with a float64 reference, on fresh random
-data, with poisoned outputs. It needs PyTorch, MPI and nvcc; bench/README.md says how to install what is
-missing. On a machine with one GPU two ranks share it, which needs NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY).
+It builds hvpipe if its GPU library is missing, and runs one_rank_driver.cc. Then it runs bench.gpu.check_worker
+with one rank, with two through the host and with two by NCCL. Every result is compared with a float64
+reference, on fresh random data, with poisoned outputs. It needs PyTorch, MPI and nvcc; bench/README.md says how
+to install what is missing. On a machine with one GPU two ranks share it, which needs NCCL 2.30 or later
+(HVPIPE_NCCL_LIBRARY).
 
 Exit codes: 0 all is right; 1 a result is wrong, a rank failed or a figure falls short (not with --small); 77
 no GPU.
@@ -16,6 +17,7 @@ import ctypes
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,6 +66,43 @@ def nccl_version(named: str) -> int:
     except (OSError, AttributeError):
         return 0
     return version.value
+
+
+def one_rank(nccl: str, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
+    """Return a row for each part of one_rank_driver.cc: streams, casts, and every call of this NCCL."""
+    where = "from hvpipe.comm.native import native_directory; print(native_directory())"
+    found = subprocess.run([sys.executable, "-c", where], cwd=REPOSITORY, capture_output=True, text=True)
+    native = found.stdout.strip()
+    with tempfile.TemporaryDirectory() as folder:
+        program = str(Path(folder) / "one_rank")
+        compiling = [shutil.which("mpicxx") or "mpicxx", "-std=c++17", "-I", "csrc"]
+        compiling += [
+            "bench/gpu/one_rank_driver.cc",
+            "-o",
+            program,
+            "-L",
+            native,
+            "-lhvpipe_core",
+            "-pthread",
+        ]
+        try:
+            subprocess.run([*compiling, f"-Wl,-rpath,{native}"], cwd=REPOSITORY, check=True)
+            command = [program, f"{native}/libhvpipe_cuda.so", *([nccl] if nccl else [])]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            return [{"what": "one rank, C++", "result": f"FAILED: {error}", "ok": False}]
+    return driver_rows(done.stdout, done.returncode)
+
+
+def driver_rows(output: str, code: int) -> list[Row]:
+    """Return the rows in the output of one_rank_driver.cc, and one more if it crashed."""
+    rows: list[Row] = []
+    for kind, _, rest in (line.partition(" ") for line in output.splitlines()):
+        what, _, why = rest.partition(": ") if kind == "FAILED" else (rest, "", kind)
+        rows.append({"what": f"C++: {what}", "result": why, "ok": {"ok": True, "FAILED": False}.get(kind)})
+    if code not in (0, 1):
+        rows.append({"what": "C++: the program", "result": f"FAILED: exit code {code}", "ok": False})
+    return rows
 
 
 def run(ranks: int, settings: dict[str, str], small: bool, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
@@ -122,11 +161,12 @@ def main() -> int:
     build()
     version = nccl_version(os.environ.get("HVPIPE_NCCL_LIBRARY", ""))
     planned = runs(devices, version)
-    rows: list[Row] = []
+    rows: list[Row] = one_rank(find_nccl(os.environ.get("HVPIPE_NCCL_LIBRARY", "")))
+    print(table(rows), flush=True)
     if len(planned) < 3:
         result = f"left out: two ranks on one GPU need NCCL {SHARES_A_GPU}, found {version or 'none'}"
         rows.append({"what": "2 ranks, NCCL", "result": result, "ok": None})
-        print(table(rows))
+        print(table(rows[-1:]))
     for ranks, settings in planned:
         new = run(ranks, settings, arguments.small, arguments.timeout)
         rows += new

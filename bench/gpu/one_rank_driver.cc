@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -125,7 +126,8 @@ void Check(const std::vector<float>& found, const std::vector<float>& wanted, co
   }
 }
 
-void WithNccl(Device& device, Bench& bench, const std::string& path) {
+void WithNccl(const std::shared_ptr<Device>& shared, Bench& bench, const std::string& path) {
+  Device& device = *shared;
   const hvpipe::NcclLibrary library(path);
   std::printf("note NCCL %s, %s\n", library.VersionText().c_str(), path.c_str());
   const hvpipe::CurrentDevice current(device);
@@ -142,7 +144,7 @@ void WithNccl(Device& device, Bench& bench, const std::string& path) {
     bench.Synchronize(bench.stream());
   };
   Part("NCCL: join", [&] {
-    one = std::make_unique<hvpipe::NcclCommunicator>(library, 0, 1, library.NewId());
+    one = std::make_unique<hvpipe::NcclCommunicator>(library, shared, 0, 1, library.NewId());
     one->WaitUntilReady(60, "joining", go_on);
   });
   if (one == nullptr) return;
@@ -210,7 +212,7 @@ void WithNccl(Device& device, Bench& bench, const std::string& path) {
   });
   Part("NCCL: close", [&] { one->Close(kTimeoutS); });
   Part("NCCL: abort, from a thread without a current device", [&] {
-    hvpipe::NcclCommunicator ended(library, 0, 1, library.NewId());
+    hvpipe::NcclCommunicator ended(library, shared, 0, 1, library.NewId());
     ended.WaitUntilReady(60, "joining", go_on);
     ended.AllReduce(in, out, kCount, DType::kFloat32, bench.stream());
     std::thread([&] { ended.Abort(); }).join();
@@ -225,7 +227,7 @@ void WithNccl(Device& device, Bench& bench, const std::string& path) {
     bench.Synchronize(bench.stream());
   });
   Part("NCCL: a second communicator after an abort", [&] {
-    hvpipe::NcclCommunicator again(library, 0, 1, library.NewId());
+    hvpipe::NcclCommunicator again(library, shared, 0, 1, library.NewId());
     again.WaitUntilReady(60, "joining", go_on);
     again.AllReduce(in, out, kCount, DType::kFloat32, bench.stream());
     again.WaitUntilReady(kTimeoutS, "an all-reduce", go_on);
@@ -241,7 +243,7 @@ void WithNccl(Device& device, Bench& bench, const std::string& path) {
 int main(int argc, char** argv) {
   if (argc < 2) return 2;
   try {
-    const auto device = hvpipe::OpenDevice(argv[1], 0);
+    const std::shared_ptr<Device> device = hvpipe::OpenDevice(argv[1], 0);
     std::printf("note device %s\n", device->Name().c_str());
     Bench bench(*device);
     Part("streams and events", [&] { bench.StreamsAndEvents(); });
@@ -262,7 +264,7 @@ int main(int argc, char** argv) {
       device->Free(in);
       device->Free(out);
     });
-    if (argc > 2) Part("NCCL", [&] { WithNccl(*device, bench, argv[2]); });
+    if (argc > 2) Part("NCCL", [&] { WithNccl(device, bench, argv[2]); });
   } catch (const std::exception& error) {
     std::printf("FAILED opening the device: %s\n", error.what());
     return 1;

@@ -24,6 +24,11 @@ class Rows:
         self.way = ""
         self.failed = False
 
+    @property
+    def found(self) -> list[dict[str, object]]:
+        """The rows so far."""
+        return self._rows
+
     def part(self, part: Callable[[], None]) -> None:
         """Run a part. An error becomes a row, and the other parts run all the same."""
         try:

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <chrono>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -40,6 +41,17 @@ constexpr int kOwnNamesFirst = RTLD_DEEPBIND;
 #endif
 const char* const kHow =
     "Install one (pip install nvidia-nccl-cu12, or -cu13 for CUDA 13) or name one with HVPIPE_NCCL_LIBRARY";
+
+// A device current on this thread for a scope; nothing without a device.
+class Here {
+ public:
+  explicit Here(const std::shared_ptr<Device>& device) {
+    if (device) current_.emplace(*device);
+  }
+
+ private:
+  std::optional<CurrentDevice> current_;
+};
 
 std::string TextOf(int version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
@@ -113,8 +125,10 @@ void NcclLibrary::Check(int code, const char* call, nccl::Communicator communica
   throw Error(text + ". NCCL_DEBUG=WARN makes NCCL say more.", ErrorKind::kPeer);
 }
 
-NcclCommunicator::NcclCommunicator(const NcclLibrary& library, int rank, int size, const nccl::UniqueId& id)
-    : library_(library), rank_(rank), size_(size) {
+NcclCommunicator::NcclCommunicator(const NcclLibrary& library, std::shared_ptr<Device> device, int rank,
+                                   int size, const nccl::UniqueId& id)
+    : library_(library), device_(std::move(device)), rank_(rank), size_(size) {
+  const Here here(device_);
   nccl::Config config;
   try {
     library_.Check(library_.CommInitRankConfig(&communicator_, size, id, rank, &config),
@@ -133,6 +147,7 @@ nccl::Communicator NcclCommunicator::Usable() const {
 }
 
 bool NcclCommunicator::Ready() {
+  const Here here(device_);
   int state = nccl::kSuccess;
   try {
     library_.Check(library_.CommGetAsyncError(Usable(), &state), "ncclCommGetAsyncError", communicator_);
@@ -163,6 +178,7 @@ void NcclCommunicator::WaitUntilReady(double timeout_s, const std::string& what,
 
 void NcclCommunicator::AllReduce(const void* in, void* out, std::size_t count, DType dtype,
                                  nccl::Stream stream) {
+  const Here here(device_);
   library_.Check(library_.AllReduce(in, out, count, nccl::TypeOf(dtype), nccl::kSum, Usable(), stream),
                  "ncclAllReduce", communicator_);
 }
@@ -174,6 +190,7 @@ char* NcclCommunicator::ShareOfRank(void* buffer, std::size_t count, DType dtype
 }
 
 void NcclCommunicator::ReduceScatter(void* buffer, std::size_t count, DType dtype, nccl::Stream stream) {
+  const Here here(device_);
   void* const mine = ShareOfRank(buffer, count, dtype);
   const std::size_t share = count / static_cast<std::size_t>(size_);
   library_.Check(
@@ -182,6 +199,7 @@ void NcclCommunicator::ReduceScatter(void* buffer, std::size_t count, DType dtyp
 }
 
 void NcclCommunicator::AllGather(void* buffer, std::size_t count, DType dtype, nccl::Stream stream) {
+  const Here here(device_);
   const void* const mine = ShareOfRank(buffer, count, dtype);
   const std::size_t share = count / static_cast<std::size_t>(size_);
   library_.Check(library_.AllGather(mine, buffer, share, nccl::TypeOf(dtype), Usable(), stream),
@@ -189,19 +207,23 @@ void NcclCommunicator::AllGather(void* buffer, std::size_t count, DType dtype, n
 }
 
 void NcclCommunicator::Broadcast(void* data, std::size_t bytes, int root, nccl::Stream stream) {
+  const Here here(device_);
   library_.Check(library_.Broadcast(data, data, bytes, nccl::kInt8, root, Usable(), stream), "ncclBroadcast",
                  communicator_);
 }
 
 void NcclCommunicator::Send(const void* data, std::size_t bytes, int peer, nccl::Stream stream) {
+  const Here here(device_);
   library_.Check(library_.Send(data, bytes, nccl::kInt8, peer, Usable(), stream), "ncclSend", communicator_);
 }
 
 void NcclCommunicator::Receive(void* data, std::size_t bytes, int peer, nccl::Stream stream) {
+  const Here here(device_);
   library_.Check(library_.Recv(data, bytes, nccl::kInt8, peer, Usable(), stream), "ncclRecv", communicator_);
 }
 
 void* NcclCommunicator::Register(void* memory, std::size_t bytes) {
+  const Here here(device_);
   void* registration = nullptr;
   library_.Check(library_.CommRegister(Usable(), memory, bytes, &registration), "ncclCommRegister",
                  communicator_);
@@ -209,10 +231,12 @@ void* NcclCommunicator::Register(void* memory, std::size_t bytes) {
 }
 
 void NcclCommunicator::Deregister(void* registration) {
+  const Here here(device_);
   library_.Check(library_.CommDeregister(Usable(), registration), "ncclCommDeregister", communicator_);
 }
 
 void NcclCommunicator::Grouped(const std::function<void()>& calls) {
+  const Here here(device_);
   library_.Check(library_.GroupStart(), "ncclGroupStart");
   try {
     calls();
@@ -229,8 +253,11 @@ void NcclCommunicator::Abort() noexcept {
   try {
     std::promise<void> over;
     aborted_ = over.get_future();
-    std::thread([abort = library_.CommAbort, ended, over = std::move(over)]() mutable {
-      (void)abort(ended);
+    std::thread([abort = library_.CommAbort, ended, device = device_, over = std::move(over)]() mutable {
+      {
+        const Here here(device);
+        (void)abort(ended);
+      }
       over.set_value();
     }).detach();
   } catch (const std::exception&) {  // no thread: the communicator ends with the process
@@ -244,6 +271,7 @@ bool NcclCommunicator::Aborted(double patience_s) const {
 
 void NcclCommunicator::BeginClose() {
   if (communicator_ == nullptr || std::exchange(closing_, true)) return;
+  const Here here(device_);
   try {
     library_.Check(library_.CommFinalize(communicator_), "ncclCommFinalize", communicator_);
   } catch (const Error&) {
@@ -261,6 +289,7 @@ void NcclCommunicator::Close(double timeout_s) {
     Abort();
     throw;
   }
+  const Here here(device_);
   library_.Check(library_.CommDestroy(std::exchange(communicator_, nullptr)), "ncclCommDestroy");
 }
 

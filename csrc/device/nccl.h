@@ -4,10 +4,12 @@
 #include <cstddef>
 #include <functional>
 #include <future>
+#include <memory>
 #include <string>
 
 #include "core/dtype.h"
 #include "core/error.h"
+#include "device/device.h"
 
 namespace hvpipe {
 
@@ -78,6 +80,7 @@ class NcclLibrary {
   int version() const { return version_; }
   // "2.27.3"
   std::string VersionText() const;
+  // The caller holds a device current.
   nccl::UniqueId NewId() const;
   bool has_memory() const { return MemAlloc && MemFree && CommRegister && CommDeregister; }
   // Memory of the current device that NCCL can register. Not cleared. Requires has_memory().
@@ -98,15 +101,17 @@ class NcclLibrary {
   const char* (*last_error_)(nccl::Communicator) = nullptr;
 };
 
-// One rank's end of an NCCL communicator, on the device that is current when it is made. Calls only enqueue;
-// none waits for a peer. After each call, ask Ready until it is true before the next call, and before
-// recording an event behind it. All ranks make the same calls in the same order. Callers hold the device
-// current.
+// One rank's end of an NCCL communicator, on a device that each call makes current: without a current device
+// NCCL makes a context on the first GPU of the host. Calls only enqueue; none waits for a peer. After each
+// call, ask Ready until it is true before the next call, and before recording an event behind it. All ranks
+// make the same calls in the same order.
 //
 // Threads: the driving thread (see Progress), except that any thread may call Abort.
 class NcclCommunicator {
  public:
-  NcclCommunicator(const NcclLibrary& library, int rank, int size, const nccl::UniqueId& id);
+  // An abort may outlive the communicator, so it shares the device. No device: for tests without one.
+  NcclCommunicator(const NcclLibrary& library, std::shared_ptr<Device> device, int rank, int size,
+                   const nccl::UniqueId& id);
   // Aborts unless closed. Does not wait for the abort.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -152,6 +157,7 @@ class NcclCommunicator {
   char* ShareOfRank(void* buffer, std::size_t count, DType dtype) const;
 
   const NcclLibrary& library_;
+  const std::shared_ptr<Device> device_;
   const int rank_, size_;
   nccl::Communicator communicator_ = nullptr;
   bool closing_ = false;

@@ -35,6 +35,7 @@ bool TakeDevice(RankDevice& device, int rank, PeerChannel& channel, DeviceMessag
   }
   if (device.message_under_way) return false;
   if (message.numbers) {
+    const CurrentDevice current(*device.device);
     if (channel.numbered == 0) channel.id = device.library->NewId();
     handshake.number = channel.numbered++;
     handshake.id = channel.id;
@@ -49,8 +50,8 @@ bool LaunchMessage(RankDevice& device, PeerChannel& channel, DeviceMessage& mess
   const CurrentDevice current(*device.device);
   const int place = message.numbers ? 0 : 1;
   if (!channel.ranks) {
-    device.Connect(channel,
-                   std::make_unique<NcclCommunicator>(*device.library, place, 2, message.handshake.id));
+    device.Connect(channel, std::make_unique<NcclCommunicator>(*device.library, device.device, place, 2,
+                                                               message.handshake.id));
   }
   if (!channel.ranks->Ready()) return false;
   const Device::Stream stream = device.message_stream.get();

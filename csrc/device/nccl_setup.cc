@@ -189,6 +189,7 @@ void NcclSetup::MakeCommunicator(const NcclPlace& place) {
   NcclAddress mine{};
   std::optional<Error> error;
   try {
+    const CurrentDevice current(*device_->device);
     if (topology_.rank == place.first) mine.id = device_->library->NewId();
   } catch (const Error& failed) {
     error = failed;
@@ -205,8 +206,9 @@ void NcclSetup::MakeCommunicator(const NcclPlace& place) {
                 ErrorKind::kPeer);
   }
   const CurrentDevice current(*device_->device);
-  device_->ranks = std::make_unique<NcclCommunicator>(*device_->library, place.rank, place.size,
-                                                      all[static_cast<std::size_t>(place.first)].id);
+  device_->ranks =
+      std::make_unique<NcclCommunicator>(*device_->library, device_->device, place.rank, place.size,
+                                         all[static_cast<std::size_t>(place.first)].id);
   device_->ranks->WaitUntilReady(timeout_s_, "joining " + std::to_string(place.size) + " ranks", interrupt_);
   AgreeOnNcclMemory();
 }

@@ -47,7 +47,7 @@ class RankDevice {
   RankDevice(const RankDevice&) = delete;
   RankDevice& operator=(const RankDevice&) = delete;
 
-  std::unique_ptr<Device> device;
+  std::shared_ptr<Device> device;        // an abort of NCCL may outlive the rest
   OwnedHandle stream;                    // of all collectives
   OwnedHandle begun, ended;              // events of blocking calls, one of which runs at a time
   StagingMemory staging;                 // of blocking calls

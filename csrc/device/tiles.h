@@ -116,10 +116,12 @@ HVPIPE_HOST_DEVICE int PieceOfTile(const TileTable<kCapacity>& table, unsigned t
 template <typename From, typename To>
 class TileCaster {
  public:
-  static constexpr int kWide = static_cast<int>(16 / (sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To)));
-  static constexpr unsigned kBatch = 2;  // vectors that a thread loads at a time
+  // The larger type takes 16 bytes at a time, so that neighbouring threads fill whole sectors of memory.
+  static constexpr std::size_t kLarger = sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To);
+  static constexpr int kWide = static_cast<int>(16 / kLarger);
+  static constexpr unsigned kBatch = 4;  // vectors that a thread loads at a time
   template <typename Type>
-  struct alignas(16) Vector {
+  struct alignas(kWide * sizeof(Type)) Vector {
     Type values[kWide];
   };
   using WideType = std::conditional_t<std::is_same_v<From, double>, double, float>;

@@ -1,7 +1,8 @@
-// An NCCL for tests without a GPU: sums host memory over MPI in the background, and fails on request. All ranks of MPI's
-// world make communicators at the same time; ranks with the same id share one.
+// An NCCL for tests without a GPU: sums host memory over MPI in the background, and fails on request. All
+// ranks of MPI's world make communicators at the same time; ranks with the same id share one.
 //
-// Compile with -DVERSION=code. -DWITHOUT_BROADCAST and -DWITHOUT_MEMORY leave functions out. FAKE_NCCL chooses a failure:
+// Compile with -DVERSION=code. -DWITHOUT_BROADCAST and -DWITHOUT_MEMORY leave functions out. FAKE_NCCL
+// chooses a failure:
 //   "id", "init"      an error at once
 //   "init-hang"       never ready
 //   "async"           an error after the first collective
@@ -10,14 +11,15 @@
 //   "memory-full"     no memory, and the test device has just run out of it as well
 //   "memory-large"    memory in units of 512 MiB
 //   "finalize"        an error
-// With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may if other ranks of the host do not abort. Leaving waits
-// for all ranks, as in NCCL. FAKE_NCCL_DEVICE names the library of the test device: collectives are then refused on a
-// thread that has no current device.
+// With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may if other ranks of the host do not abort.
+// Leaving waits for all ranks, as in NCCL. FAKE_NCCL_DEVICE names the library of the test device: collectives
+// are then refused on a thread that has no current device.
 #include <dlfcn.h>
 #include <mpi.h>
 
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -50,8 +52,9 @@ bool Fails(const char* how) {
   return wanted != nullptr && std::string(wanted) == how;
 }
 
-// One collective at a time. Its result is there when CommGetAsyncError returns success. Two ranks connect by messages and
-// may make communicators in any order, as in NCCL. More ranks make a communicator all at the same time.
+// One collective at a time. Its result is there when CommGetAsyncError returns success. Two ranks connect by
+// messages and may make communicators in any order, as in NCCL. More ranks make a communicator all at the
+// same time.
 struct Communicator {
   int rank = 0, size = 1;
   MPI_Comm ranks = MPI_COMM_NULL;
@@ -169,6 +172,7 @@ const char* ncclGetErrorString(int code) {
 const char* ncclGetLastError(void*) { return "the last error of the test library"; }
 
 int ncclGetUniqueId(UniqueId* id) {
+  if (!DeviceIsCurrent()) return kInvalidUsage;
   if (Fails("id")) return kUnhandledCudaError;
   std::memset(id, 7, sizeof *id);
   int running = 0, maker = 0;
@@ -184,8 +188,10 @@ int ncclGroupStart();
 int ncclGroupEnd();
 
 int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* config) {
+  if (!DeviceIsCurrent()) return kInvalidUsage;
   if (config->magic != 0xcafebeef || config->blocking != 0 || config->size != 24) return kInvalidUsage;
-  if (id.internal[0] != 7 || id.internal[127] != 7) return kInvalidUsage;  // the id was not passed on completely
+  if (id.internal[0] != 7 || id.internal[127] != 7)
+    return kInvalidUsage;  // the id was not passed on completely
   // By name, as NCCL calls some of its own functions.
   if (ncclGroupStart() != kSuccess || ncclGroupEnd() != kSuccess) return kInvalidUsage;
   if (Fails("init")) return kUnhandledCudaError;
@@ -278,6 +284,7 @@ int ncclMemAlloc(void** memory, std::size_t bytes) {
 }
 
 int ncclMemFree(void* memory) {
+  if (!DeviceIsCurrent()) return kInvalidUsage;  // memory_held will not return to 0
   if (Fails("memory-large")) unsetenv("FAKE_DEVICE_FREE");
   std::free(memory);
   --memory_held;
@@ -285,14 +292,14 @@ int ncclMemFree(void* memory) {
 }
 
 int ncclCommRegister(void* communicator, void* memory, std::size_t, void** registration) {
-  if (Of(communicator).busy) return kInvalidUsage;
+  if (Of(communicator).busy || !DeviceIsCurrent()) return kInvalidUsage;
   *registration = memory;
   ++registrations;
   return kSuccess;
 }
 
 int ncclCommDeregister(void* communicator, void* registration) {
-  if (Of(communicator).busy || registration == nullptr) return kInvalidUsage;
+  if (Of(communicator).busy || registration == nullptr || !DeviceIsCurrent()) return kInvalidUsage;
   --registrations;
   return kSuccess;
 }
@@ -301,8 +308,9 @@ int ncclCommDeregister(void* communicator, void* registration) {
 int nccl_memory_held() { return memory_held; }
 int nccl_registrations() { return registrations; }
 
-// Messages to this rank itself, inside a group and in order; or to the other one of two ranks, outside of groups. The
-// second kind is one at a time on this rank: NCCL could wait for ever if streams do not make progress concurrently.
+// Messages to this rank itself, inside a group and in order; or to the other one of two ranks, outside of
+// groups. The second kind is one at a time on this rank: NCCL could wait for ever if streams do not make
+// progress concurrently.
 int Carry(Communicator& of, void* data, std::size_t bytes, int peer, bool sends) {
   if (of.busy || of.size != 2 || peer != 1 - of.rank || !DeviceIsCurrent()) return kInvalidUsage;
   if (carrying.exchange(true)) return kInvalidUsage;
@@ -351,6 +359,7 @@ int ncclGroupEnd() {
 }
 
 int ncclCommFinalize(void* communicator) {
+  if (!DeviceIsCurrent()) return kInvalidUsage;
   Communicator& of = Of(communicator);
   if (Fails("finalize")) return kRemoteError;
   if (of.size == 1) return kSuccess;
@@ -367,12 +376,17 @@ int ncclCommFinalize(void* communicator) {
 }
 
 int ncclCommDestroy(void* communicator) {
+  if (!DeviceIsCurrent()) return kInvalidUsage;
   delete &Of(communicator);
   return kSuccess;
 }
 
 // Leaves requests under way, and their memory.
 int ncclCommAbort(void* communicator) {
+  if (!DeviceIsCurrent()) {  // its callers ignore an error
+    std::fputs("ncclCommAbort without a current device\n", stderr);
+    std::abort();
+  }
   if (Of(communicator).sends_or_receives) carrying = false;
   if (std::getenv("FAKE_NCCL_ABORT") != nullptr) std::this_thread::sleep_for(std::chrono::minutes(1));
   return kSuccess;

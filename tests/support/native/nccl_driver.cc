@@ -1,5 +1,5 @@
-// Makes a communicator of one rank with the given NCCL, sums numbers and sends them to itself. Prints the results, or the
-// error.
+// Makes a communicator of one rank with the given NCCL, sums numbers and sends them to itself. Prints the
+// results, or the error.
 //
 //   nccl_driver LIBRARY [TIMEOUT_S] [fail-in-group | send-elsewhere]
 //
@@ -60,7 +60,7 @@ int main(int argc, char** argv) {
     if (argc < 3) return 0;
     const double timeout_s = std::atof(argv[2]);
     const auto go_on = [] {};
-    hvpipe::NcclCommunicator communicator(library, 0, 1, library.NewId());
+    hvpipe::NcclCommunicator communicator(library, nullptr, 0, 1, library.NewId());
     communicator.WaitUntilReady(timeout_s, "joining", go_on);
     const std::string how = argc > 3 ? argv[3] : "";
     float numbers[3] = {1, 2, 3}, sum[3] = {-1, -1, -1}, received[3] = {-1, -1, -1};
