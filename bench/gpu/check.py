@@ -1,10 +1,10 @@
 """Verify and measure hvpipe on this machine's GPU: `python -m bench.gpu.check`.
 
-It builds hvpipe if its GPU library is missing, and runs one_rank_driver.cc. Then it runs bench.gpu.check_worker
-with one rank, with two through the host and with two by NCCL. Every result is compared with a float64
-reference, on fresh random data, with poisoned outputs. It needs PyTorch, MPI and nvcc; bench/README.md says how
-to install what is missing. On a machine with one GPU two ranks share it, which needs NCCL 2.30 or later
-(HVPIPE_NCCL_LIBRARY).
+It builds hvpipe if its GPU library is missing, and runs one_rank_driver.cc. Then it runs
+bench.gpu.check_worker with one rank, with two through the host and with two by NCCL. Every result is compared
+with a float64 reference, on fresh random data, with poisoned outputs. It needs PyTorch, MPI and nvcc;
+bench/README.md says how to install what is missing. On a machine with one GPU two ranks share it, which needs
+NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY).
 
 Exit codes: 0 all is right; 1 a result is wrong, a rank failed or a figure falls short (not with --small); 77
 no GPU.
@@ -119,6 +119,10 @@ def run(ranks: int, settings: dict[str, str], small: bool, timeout_s: float = RU
                 ended = f"exit code {code}" if code else ""
             except subprocess.TimeoutExpired:
                 launcher.terminate()  # which ends the ranks as well
+                try:
+                    launcher.wait(20)
+                except subprocess.TimeoutExpired:
+                    launcher.kill()
                 ended = f"took longer than {timeout_s:g} s"
         found: list[Row] = json.loads(rows.read_text()) if rows.exists() else []
     if ended:
