@@ -12,6 +12,7 @@ import hvpipe
 import hvpipe.keras as hk
 
 BATCH = 8
+EPOCH = {"batch_size": BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
 
 
 def build() -> Any:

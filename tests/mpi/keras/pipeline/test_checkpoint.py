@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from saved_pipelines import (
     BATCH,
+    EPOCH,
     assert_same,
     build,
     build_with_more_state,
@@ -30,8 +31,6 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.pipeline import checkpoint as pipeline_checkpoint
 from hvpipe.keras.seeds import seeds_of
 from training import by_rank_0
-
-EPOCH = {"batch_size": BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
 
 
 class Trained:
