@@ -53,6 +53,19 @@ class _Kept:
 
 
 @dataclass(frozen=True)
+class _State:
+    """What this rank can provide, from the first attempt to recover until all ranks have agreed.
+
+    Attributes:
+        version: The last step whose state it is.
+        values: Variables, and their values after that step.
+    """
+
+    version: int
+    values: list[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
 class _Standing:
     """Where a rank was when it learned of the loss; all ranks exchange theirs.
 
@@ -62,7 +75,7 @@ class _Standing:
         ready: Whether it has prepared its model for the train function.
         result: The result of the last section.
         ended: Whether it has read an epoch's data to the end, but not finished the epoch.
-        begun: The last step that it has begun.
+        begun: The last step that it has begun, and goes on to.
     """
 
     version: int
@@ -93,6 +106,8 @@ class Elastic:
         self._result: Any = None
         self._kept: dict[int, _Kept] = {}  # by step
         self._before_flush: _Kept | None = None
+        self._state: _State | None = None  # within a recovery, because a first attempt changes variables
+        self._target = 0  # within a recovery: the last step to repeat
         self._inner: Callable[[Any], Any] | None = None
         self._iterator: Any = None
         self._logs: Any = None
@@ -207,6 +222,15 @@ class Elastic:
             return kept.version + 1, None
         return kept.version, kept
 
+    def _state_here(self) -> _State:
+        """Return the last state that is complete here, by reference."""
+        version, holder = self._stands_at()
+        if not self._steps.ready:
+            return _State(version, [])
+        held = {identity(v): (v, value) for v, value in (holder.shared if holder is not None else ())}
+        now = {identity(v): (v, native(v).read_value()) for v in (*self._shared(), *self._own())}
+        return _State(version, [*(now | held).values()])
+
     # --- Recovery -------------------------------------------------------------------------------------------
 
     def _recover_from(self, error: Exception) -> None:
@@ -223,38 +247,41 @@ class Elastic:
                 self._recovering = False
 
     def _recover(self) -> None:
+        """Agree on a state, restore it, and repeat the steps after it; again if a rank is lost meanwhile."""
         begun_s = time.monotonic()
-        version, holder = self._stands_at()
+        if self._state is None:
+            self._state = self._state_here()
+        self._target = max(self._target, self._begun)
         change = self._session.go_on_without_lost()
         self._steps.forget_under_way()
         mine = _Standing(
-            version, self._sections, self._steps.ready, self._result, self.data.ended, self._begun
+            *(self._state.version, self._sections, self._steps.ready, self._result),
+            *(self.data.ended, self._target),
         )
         everyone: list[_Standing] = self._session.engine.allgather_object(mine)
         agreed = max(standing.version for standing in everyone)
-        target = self._begun
         if all(standing.ready for standing in everyone):
-            self._restore(agreed, holder, [standing.version for standing in everyone])
+            self._restore(agreed, self._state, [standing.version for standing in everyone])
         else:
             self._steps.ready = False  # all ranks take rank 0's state at the step that is repeated
         self._finish_sections(everyone)
         self._begun = self._ran = agreed
-        self._kept = {}
+        self._kept, self._before_flush, self._state = {}, None, None
         self.data.rewind(agreed)
         scale_learning_rate(self._session, self._model.optimizer, change)
         self._tell(change, agreed, time.monotonic() - begun_s)
         tell_resize(change)
         self._leave_if_too_few(change, max(standing.begun for standing in everyone))
-        while self._begun < target or (self.data.ended and self.data.has_more()):
+        while self._begun < self._target or (self.data.ended and self.data.has_more()):
             batch = self.data.take(self._begun + 1, self._iterator)
             self._begun += 1
             self._run(batch)
+        self._target = 0
 
-    def _restore(self, agreed: int, holder: _Kept | None, versions: Sequence[int]) -> None:
+    def _restore(self, agreed: int, state: _State, versions: Sequence[int]) -> None:
         """Set the state after step `agreed` on all ranks; collective."""
         before_next = self._kept.get(agreed + 1)
-        values = [*(holder.shared if holder is not None else ()), *(before_next.own if before_next else ())]
-        for variable, value in values:
+        for variable, value in [*state.values, *(before_next.own if before_next else ())]:
             variable.assign(value)
         if min(versions) < agreed:
             broadcast_variables(self._shared(), versions.index(agreed))

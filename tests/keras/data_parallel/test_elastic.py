@@ -16,6 +16,29 @@ from bench.elastic import job
 from distributed import Run, run
 
 LIMIT_S = 240.0
+# The job, in which rank 1 dies while all that are left recover from the loss of another rank.
+SECOND_LOSS = f"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {str(Path(job.__file__).parents[2])!r})
+from bench.elastic import job
+from hvpipe.session import Session
+
+go_on = Session.go_on_without_lost
+
+
+def dies_after(self):
+    change = go_on(self)
+    if change.old_rank == 1:
+        job.die()
+    return change
+
+
+Session.go_on_without_lost = dies_after
+job.folder = Path(sys.argv[1])
+job.main(sys.argv[2], sys.argv[3:])
+"""
 HVPIPE = (sys.executable, "-m", "hvpipe", "run", "--elastic", "--no-summary")
 
 
@@ -32,9 +55,11 @@ class Elastic:
         return [(step, size) for step, size, _ in self.told[0]["changes"]]
 
 
-def train(folder: Path, ranks: int, overlap: str, kills: Sequence[str], *options: str) -> Elastic:
+def train(
+    folder: Path, ranks: int, overlap: str, kills: Sequence[str], *options: str, script: str = job.__file__
+) -> Elastic:
     folder.mkdir(exist_ok=True)
-    command = [*HVPIPE, "-np", str(ranks), *options, job.__file__, str(folder), overlap, *kills]
+    command = [*HVPIPE, "-np", str(ranks), *options, script, str(folder), overlap, *kills]
     result = run(command, limit_s=LIMIT_S, env={"CHECKPOINTS": "1"} if "--min-np" in options else None)
     return Elastic(
         result,
@@ -75,6 +100,19 @@ def test_the_others_go_on(
     reference = job.reference(changes, found.told[0]["epoch_ends"], ranks)
     for mine, wanted in zip(found.weights[0], reference, strict=True):
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_second_loss_while_the_others_recover(tmp_path: Path) -> None:
+    """The sums of step 5 are missing in the flush at the epoch's end, so step 4 is the last, for good."""
+    script = tmp_path / "second_loss.py"
+    script.write_text(SECOND_LOSS)
+    found = train(tmp_path, 4, "step", ["2:5:backward"], script=str(script))
+    assert found.result.returncode == 0, found.result.describe()
+    assert found.changes() == [(4, 2)]
+    reference = job.reference(found.changes(), found.told[0]["epoch_ends"], 4)
+    for weights in found.weights:
+        for mine, wanted in zip(weights, reference, strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
 
 
 def test_too_few_ranks_write_a_checkpoint_and_exit_with_69(tmp_path: Path) -> None:
