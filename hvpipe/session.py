@@ -162,9 +162,10 @@ class Session:
         from hvpipe.comm.mpi import MpiWorld
 
         before = self.world
+        assert isinstance(before, MpiWorld)
         while True:
             assert isinstance(self.world, MpiWorld)
-            self.world, lost = self.world.survivors()
+            self.world = self.world.survivors()
             self.lost = None
             native = import_native()
             native.set_default(None)
@@ -174,16 +175,19 @@ class Session:
             try:
                 path = flight_path_without_lost(self.settings.flight_path, self.world)
                 self.settings = replace(self.settings, flight_path=path)
+                self._watch()  # first, because another rank may be lost from now on
                 self.engine.go_on_with(self.world, self.settings)
-                self._watch()
+                if self._loses():  # only the engine before was told
+                    self._end_communication()
                 native.set_default(self.engine.core)
                 keep_record(self.engine.core)
                 self.named_calls()
             except HvpipeError:
-                if not self._loses():
+                if not self.has_lost_ranks():
                     raise
                 continue  # another rank was lost meanwhile
-            return Resize(before.size, self.world.size, before.rank, self.world.rank, tuple(lost))
+            lost = tuple(before.missing_in(self.world))
+            return Resize(before.size, self.world.size, before.rank, self.world.rank, lost)
 
     def _loses(self) -> bool:
         return self.lost is not None
@@ -200,6 +204,9 @@ class Session:
 
     def _ranks_are_lost(self, ranks: list[int]) -> None:
         self.lost = name_lost(ranks, self.world.size)
+        self._end_communication()
+
+    def _end_communication(self) -> None:
         self.engine.lose_ranks(
             "Training should go on without ranks that are lost, which only fit can, with data_parallel, or "
             f"with pipeline_parallel and hk.Checkpoint. Received: {self.lost}"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from distributed import launch
+from hvpipe.comm.mpi import MpiWorld
+from hvpipe.comm.settings import Settings
+from hvpipe.errors import PeerError
+from hvpipe.session import Session
 
 UNEQUAL = """
 import os
@@ -101,3 +109,44 @@ def test_a_forked_child_that_ends_leaves_the_job_alone(way: str, tmp_path: Path)
     assert {f"child exited with {code}", *went_on} <= set(result.output.splitlines()), result.describe()
     assert says in result.output, result.describe()
     assert (tmp_path / "trace.json").exists()
+
+
+class LosingWorld(MpiWorld):
+    """The first of some ranks, the last of which is lost; a while after `watch`, so is the next."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def survivors(self) -> MpiWorld:
+        return LosingWorld(self.size - 1)
+
+    def missing_in(self, world: MpiWorld) -> list[int]:
+        return list(range(world.size, self.size))
+
+    def watch(self, lost: Callable[[list[int]], None]) -> None:
+        if self.size == 3:
+            threading.Timer(0.1, lost, [[2]]).start()
+
+
+def test_a_loss_while_the_new_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: nobody watched yet, so the error of making it ended the job."""
+
+    def make(world: MpiWorld, settings: Settings) -> None:
+        if world.size == 3:
+            raise PeerError("a rank is lost")
+
+    nothing: Any = SimpleNamespace(set_default=lambda core: None, set_default_named_calls=lambda calls: None)
+    monkeypatch.setattr("hvpipe.session.import_native", lambda: nothing)
+    monkeypatch.setattr("hvpipe.session.keep_record", lambda core: None)
+    session = Session.__new__(Session)
+    vars(session).update(
+        world=LosingWorld(4),
+        settings=Settings(),
+        engine=SimpleNamespace(go_on_with=make, lose_ranks=lambda why: None, core=None),
+        lost="rank 3 of 4 was lost",
+        named_calls=lambda: None,
+        _named_calls=None,
+        _left_behind=[],
+    )
+    change = session.go_on_without_lost()
+    assert (change.old_size, change.size, change.lost) == (4, 2, (2, 3))

@@ -127,7 +127,7 @@ class Resume:
             return
         change = Resize(before, ranks.size, -1, ranks.rank, ())
         if self._state.shares_data:
-            scale_learning_rate(session, self._model.optimizer, change)
+            scale_learning_rate(session, self._model.optimizer, before, ranks.size)
         tell_resize(change)
 
     def _read_over(self, iterator: Any) -> None:
