@@ -278,6 +278,7 @@ class Elastic:
         self._begun = self._ran = agreed
         self._kept, self._before_flush, self._state = {}, None, None
         self.data.rewind(agreed)
+        self._steps.count_from(agreed)
         self._scale_rate(scaled, max((standing.scaled for standing in everyone), key=len))
         self._tell(change, agreed, time.monotonic() - begun_s)
         tell_resize(change)

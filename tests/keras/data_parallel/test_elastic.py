@@ -224,6 +224,14 @@ def test_an_update_that_waits_is_not_taken_for_done_after_a_second_loss(
     assert standin.versions == [-1, -1]
 
 
+def test_a_step_that_comes_from_another_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with --verify, ranks compared weights at different steps from then on."""
+    monkeypatch.setattr(elastic, "broadcast_variables", lambda variables, root: None)
+    standin = StandIn([[{}, {"version": 1, "scaled": (4,)}]])
+    recovered(standin, losses=1)
+    assert standin.done == [1]
+
+
 def test_without_ulfm_elastic_is_refused(tmp_path: Path) -> None:
     command = [
         word for word in (*HVPIPE, "-np", "2", job.__file__, str(tmp_path), "none") if word != "--elastic"
