@@ -15,19 +15,27 @@ import pytest
 
 from bench.elastic import job
 from distributed import Run, run
+from hvpipe.checkpoints import folder as folders
+from hvpipe.checkpoints.manifest import read_manifest
 from hvpipe.errors import PeerError
 from hvpipe.keras.data_parallel import elastic
 from hvpipe.session import Resize
 
 LIMIT_S = 240.0
-# The job, in which rank 1 dies while all that are left recover from the loss of another rank.
-SECOND_LOSS = f"""
+_IMPORTS = f"""
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, {str(Path(job.__file__).parents[2])!r})
 from bench.elastic import job
+"""
+_MAIN = """
+job.folder = Path(sys.argv[1])
+job.main(sys.argv[2], sys.argv[3:])
+"""
+# The job, in which rank 1 dies while all that are left recover from the loss of another rank.
+SECOND_LOSS = f"""{_IMPORTS}
 from hvpipe.session import Session
 
 go_on = Session.go_on_without_lost
@@ -42,9 +50,23 @@ def dies_after(self):
 
 
 Session.go_on_without_lost = dies_after
-job.folder = Path(sys.argv[1])
-job.main(sys.argv[2], sys.argv[3:])
-"""
+{_MAIN}"""
+# The job, in which rank 1 dies while it writes its part of the last checkpoint.
+LOSS_AT_THE_END = f"""{_IMPORTS}
+import hvpipe
+from hvpipe.checkpoints.writer import Writer
+
+write_part = Writer._write_part
+
+
+def dies_first(self, place, snapshot):
+    if hvpipe.rank() == 1 and hvpipe.size() == 3:
+        job.die()
+    write_part(self, place, snapshot)
+
+
+Writer._write_part = dies_first
+{_MAIN}"""
 HVPIPE = (sys.executable, "-m", "hvpipe", "run", "--elastic", "--no-summary")
 
 
@@ -122,6 +144,18 @@ def test_a_second_loss_while_the_others_recover(tmp_path: Path) -> None:
     for weights in found.weights:
         for mine, wanted in zip(weights, reference, strict=True):
             np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_loss_in_the_last_checkpoint(tmp_path: Path) -> None:
+    """Regression: it ended the job with an error. Those that are left write the checkpoint again."""
+    script = tmp_path / "loss_at_the_end.py"
+    script.write_text(LOSS_AT_THE_END)
+    found = train(tmp_path, 3, "step", [], "--min-np", "1", script=str(script))
+    assert found.result.returncode == 0, found.result.describe()
+    (step,) = [step for step, _ in found.changes()]
+    (place,) = folders.complete(tmp_path / "checkpoints")
+    manifest = read_manifest(place)
+    assert (manifest.position.step, manifest.ranks) == (step, 2)
 
 
 def test_too_few_ranks_write_a_checkpoint_and_exit_with_69(tmp_path: Path) -> None:
