@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.boundary_requests import BUSY, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
+from hvpipe.keras.checkpoint.data_position import Reading
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.preemption import EXIT_CODE, StopRequest, tell_launcher
 from hvpipe.keras.checkpoint.resume import Resume
@@ -70,6 +71,7 @@ class CheckpointedFit:
         self._ranks_before: int | None = None
         self._inner: Any = None
         self._description: dict[str, Any] | None = None
+        self._reading, self._resumed_step = Reading(None, 0), 0
         self._open = contextlib.ExitStack()
 
     # --- Beginning and end -------------------------------------------------------------------------------
@@ -265,6 +267,9 @@ class CheckpointedFit:
         if self._resume is not None:
             if not self._resume.begun:
                 self._resume.restore(iterator)
+                # From here on as the ranks of today count, who may be more or fewer than before.
+                self._reading, self._resumed_step = self._resume.reading, self._step
+                self._batch = self._reading.skipped
                 self._samples_at_epoch = self._state.samples()
             if self._resume.skips(steps):
                 return {}
@@ -303,6 +308,7 @@ class CheckpointedFit:
         if self._resume is not None:
             self._resume.end_epoch()
             self._resume = None
+        self._reading = replace(self._reading, source=None)
         self._epoch, self._batch, self._epoch_samples = epoch + 1, 0, 0.0
         self._samples_at_epoch = self._state.samples()
         self.at_boundary(epoch + 1)
@@ -336,6 +342,8 @@ class CheckpointedFit:
                     "callbacks": callback_notes(self._others),
                     "stopped": self._batch == 0 and bool(self._model.stop_training),
                     "ranks": self._ranks_before or self._world.size,
+                    **self._reading.notes(self._step - self._resumed_step, self._world.size),
+                    **self._state.notes(self._batch),
                 },
             )
         )

@@ -62,6 +62,11 @@ class Resume:
         """Whether all batches that were trained on have been skipped."""
         return self.begun and self._skipped >= self._reading.skipped
 
+    @property
+    def reading(self) -> Reading:
+        """Where the data was read to, once the first batch has come."""
+        return self._reading
+
     def samples(self) -> tuple[float, float]:
         """Return the samples before: since the beginning and since the epoch began."""
         position = self._manifest.position
