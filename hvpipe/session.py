@@ -378,7 +378,7 @@ def shutdown() -> None:
     try:
         session.close()
     except Exception as error:
-        if session.lost is not None and session.settings.elastic:
+        if session.settings.elastic and session.has_lost_ranks():
             logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
             tell_joined(session.settings.job_folder, ended=True)
             return

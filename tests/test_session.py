@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import hvpipe
 from distributed import launch
 from hvpipe.comm.mpi import MpiWorld
 from hvpipe.comm.settings import Settings
@@ -150,3 +151,24 @@ def test_a_loss_while_the_new_engine_is_made(monkeypatch: pytest.MonkeyPatch) ->
     )
     change = session.go_on_without_lost()
     assert (change.old_size, change.size, change.lost) == (4, 2, (2, 3))
+
+
+def test_a_loss_in_shutdown_that_the_watch_tells_of_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the engine's error came first, and the rank ended all ranks though the work was done."""
+    session = Session.__new__(Session)
+    world = LosingWorld(2)
+
+    def close() -> None:
+        threading.Timer(0.1, lambda: vars(session).update(lost="rank 1 of 2 was lost")).start()
+        raise PeerError("a rank is lost")
+
+    def abort(code: int = 1) -> None:
+        raise AssertionError("it should end quietly. Received: abort")
+
+    vars(world).update(abort=abort)
+    vars(session).update(world=world, settings=Settings(elastic=True), lost=None, close=close)
+    monkeypatch.setattr("hvpipe.session._session", session)
+    hvpipe.shutdown()
+    assert "rank 1 of 2 was lost in shutdown" in caplog.text
