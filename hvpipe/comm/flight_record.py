@@ -77,6 +77,12 @@ def keep_record(core: Any) -> None:
     core.use_stacks(int(_STACK_SIGNAL), _stack_file)
 
 
+def mark_signals() -> None:
+    """Let SIGTERM be recorded again, after Python has had a handler for it that is gone now."""
+    if _core is not None:
+        _core.mark_signals()
+
+
 def end_record(path: str) -> None:
     """Forget the recorder of a session that has ended properly, and remove its folder with the last rank."""
     global _core

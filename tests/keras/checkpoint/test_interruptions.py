@@ -22,6 +22,7 @@ from hvpipe.checkpoints.every import parse_every
 from hvpipe.comm.settings import Settings
 from hvpipe.commands.supervise import kill_session
 from hvpipe.keras.checkpoint.checkpointed_fit import CheckpointedFit, CheckpointOptions
+from hvpipe.keras.checkpoint.preemption import StopRequest
 
 JOB = Path(__file__).parents[2] / "support" / "checkpointed_job.py"
 LIMIT_S = 240.0
@@ -200,3 +201,14 @@ def test_a_checkpoint_that_a_lost_rank_was_writing_is_written_again(
         fit.at_boundary()
     assert ended.value.code == 69
     assert newest_step(tmp_path) == 1
+
+
+def test_the_recorder_notices_sigterm_after_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: Python set the default action in place of the recorder's handler."""
+    before, marked = signal.getsignal(signal.SIGTERM), []
+    core = SimpleNamespace(mark_signals=lambda: marked.append(signal.getsignal(signal.SIGTERM)))
+    monkeypatch.setattr("hvpipe.comm.flight_record._core", core)
+    with StopRequest(None, 0).listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert marked == [before]
+    assert marked == [before, before]
