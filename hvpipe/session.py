@@ -104,6 +104,7 @@ class Session:
         self.status_reporter: StatusReporter | None = None
         self._named_calls: Any = None
         self._is_parents = False
+        self._warned_of_checks = False
         if self.engine.core is not None:
             import_native().set_default(self.engine.core)
             keep_record(self.engine.core)
@@ -211,6 +212,20 @@ class Session:
             "Training should go on without ranks that are lost, which only fit can, with data_parallel, or "
             f"with pipeline_parallel and hk.Checkpoint. Received: {self.lost}"
         )
+
+    def warn_without_checks(self, what: str) -> None:
+        """Warn, once on rank 0, if --verify or --nonfinite were asked for and `what` does not obey them."""
+        settings = self.settings
+        asked = [f"HVPIPE_VERIFY={settings.verify_every}"] if settings.verify_every else []
+        asked += [f"HVPIPE_NONFINITE={settings.nonfinite}"] if settings.nonfinite != "ignore" else []
+        if asked and not self._warned_of_checks and self.world.rank == 0:
+            logger.warning(
+                "hvpipe: only models of hk.data_parallel in fit compare weights over ranks and look for NaN "
+                "and Inf: these settings have no effect on %s. Received: %s",
+                what,
+                ", ".join(asked),
+            )
+        self._warned_of_checks = True
 
     def leave_to_parent(self) -> None:
         """In a child of os.fork(): keep the numbers of rank and size, and forget what communicates.

@@ -172,3 +172,15 @@ def test_a_loss_in_shutdown_that_the_watch_tells_of_later(
     monkeypatch.setattr("hvpipe.session._session", session)
     hvpipe.shutdown()
     assert "rank 1 of 2 was lost in shutdown" in caplog.text
+
+
+def test_checks_that_only_data_parallel_makes_are_not_dropped_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    session = Session.__new__(Session)
+    settings = Settings(verify_every=5, nonfinite="skip")
+    vars(session).update(world=LosingWorld(2), settings=settings, _warned_of_checks=False)
+    for _ in range(2):
+        session.warn_without_checks("pipeline_parallel")
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.endswith("no effect on pipeline_parallel. Received: HVPIPE_VERIFY=5, HVPIPE_NONFINITE=skip")
