@@ -104,6 +104,7 @@ class Session:
         self.status_reporter: StatusReporter | None = None
         self._named_calls: Any = None
         self._is_parents = False
+        self._warned_of_checks = False
         if self.engine.core is not None:
             import_native().set_default(self.engine.core)
             keep_record(self.engine.core)
@@ -162,9 +163,10 @@ class Session:
         from hvpipe.comm.mpi import MpiWorld
 
         before = self.world
+        assert isinstance(before, MpiWorld)
         while True:
             assert isinstance(self.world, MpiWorld)
-            self.world, lost = self.world.survivors()
+            self.world = self.world.survivors()
             self.lost = None
             native = import_native()
             native.set_default(None)
@@ -174,16 +176,19 @@ class Session:
             try:
                 path = flight_path_without_lost(self.settings.flight_path, self.world)
                 self.settings = replace(self.settings, flight_path=path)
+                self._watch()  # first, because another rank may be lost from now on
                 self.engine.go_on_with(self.world, self.settings)
-                self._watch()
+                if self._loses():  # only the engine before was told
+                    self._end_communication()
                 native.set_default(self.engine.core)
                 keep_record(self.engine.core)
                 self.named_calls()
             except HvpipeError:
-                if not self._loses():
+                if not self.has_lost_ranks():
                     raise
                 continue  # another rank was lost meanwhile
-            return Resize(before.size, self.world.size, before.rank, self.world.rank, tuple(lost))
+            lost = tuple(before.missing_in(self.world))
+            return Resize(before.size, self.world.size, before.rank, self.world.rank, lost)
 
     def _loses(self) -> bool:
         return self.lost is not None
@@ -200,10 +205,27 @@ class Session:
 
     def _ranks_are_lost(self, ranks: list[int]) -> None:
         self.lost = name_lost(ranks, self.world.size)
+        self._end_communication()
+
+    def _end_communication(self) -> None:
         self.engine.lose_ranks(
             "Training should go on without ranks that are lost, which only fit can, with data_parallel, or "
             f"with pipeline_parallel and hk.Checkpoint. Received: {self.lost}"
         )
+
+    def warn_without_checks(self, what: str) -> None:
+        """Warn, once on rank 0, if --verify or --nonfinite were asked for and `what` does not obey them."""
+        settings = self.settings
+        asked = [f"HVPIPE_VERIFY={settings.verify_every}"] if settings.verify_every else []
+        asked += [f"HVPIPE_NONFINITE={settings.nonfinite}"] if settings.nonfinite != "ignore" else []
+        if asked and not self._warned_of_checks and self.world.rank == 0:
+            logger.warning(
+                "hvpipe: only models of hk.data_parallel in fit compare weights over ranks and look for NaN "
+                "and Inf: these settings have no effect on %s. Received: %s",
+                what,
+                ", ".join(asked),
+            )
+        self._warned_of_checks = True
 
     def leave_to_parent(self) -> None:
         """In a child of os.fork(): keep the numbers of rank and size, and forget what communicates.
@@ -371,7 +393,7 @@ def shutdown() -> None:
     try:
         session.close()
     except Exception as error:
-        if session.lost is not None and session.settings.elastic:
+        if session.settings.elastic and session.has_lost_ranks():
             logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
             tell_joined(session.settings.job_folder, ended=True)
             return

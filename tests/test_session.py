@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import hvpipe
 from distributed import launch
+from hvpipe.comm.mpi import MpiWorld
+from hvpipe.comm.settings import Settings
+from hvpipe.errors import PeerError
+from hvpipe.session import Session
 
 UNEQUAL = """
 import os
@@ -101,3 +110,77 @@ def test_a_forked_child_that_ends_leaves_the_job_alone(way: str, tmp_path: Path)
     assert {f"child exited with {code}", *went_on} <= set(result.output.splitlines()), result.describe()
     assert says in result.output, result.describe()
     assert (tmp_path / "trace.json").exists()
+
+
+class LosingWorld(MpiWorld):
+    """The first of some ranks, the last of which is lost; a while after `watch`, so is the next."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def survivors(self) -> MpiWorld:
+        return LosingWorld(self.size - 1)
+
+    def missing_in(self, world: MpiWorld) -> list[int]:
+        return list(range(world.size, self.size))
+
+    def watch(self, lost: Callable[[list[int]], None]) -> None:
+        if self.size == 3:
+            threading.Timer(0.1, lost, [[2]]).start()
+
+
+def test_a_loss_while_the_new_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: nobody watched yet, so the error of making it ended the job."""
+
+    def make(world: MpiWorld, settings: Settings) -> None:
+        if world.size == 3:
+            raise PeerError("a rank is lost")
+
+    nothing: Any = SimpleNamespace(set_default=lambda core: None, set_default_named_calls=lambda calls: None)
+    monkeypatch.setattr("hvpipe.session.import_native", lambda: nothing)
+    monkeypatch.setattr("hvpipe.session.keep_record", lambda core: None)
+    session = Session.__new__(Session)
+    vars(session).update(
+        world=LosingWorld(4),
+        settings=Settings(),
+        engine=SimpleNamespace(go_on_with=make, lose_ranks=lambda why: None, core=None),
+        lost="rank 3 of 4 was lost",
+        named_calls=lambda: None,
+        _named_calls=None,
+        _left_behind=[],
+    )
+    change = session.go_on_without_lost()
+    assert (change.old_size, change.size, change.lost) == (4, 2, (2, 3))
+
+
+def test_a_loss_in_shutdown_that_the_watch_tells_of_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the engine's error came first, and the rank ended all ranks though the work was done."""
+    session = Session.__new__(Session)
+    world = LosingWorld(2)
+
+    def close() -> None:
+        threading.Timer(0.1, lambda: vars(session).update(lost="rank 1 of 2 was lost")).start()
+        raise PeerError("a rank is lost")
+
+    def abort(code: int = 1) -> None:
+        raise AssertionError("it should end quietly. Received: abort")
+
+    vars(world).update(abort=abort)
+    vars(session).update(world=world, settings=Settings(elastic=True), lost=None, close=close)
+    monkeypatch.setattr("hvpipe.session._session", session)
+    hvpipe.shutdown()
+    assert "rank 1 of 2 was lost in shutdown" in caplog.text
+
+
+def test_checks_that_only_data_parallel_makes_are_not_dropped_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    session = Session.__new__(Session)
+    settings = Settings(verify_every=5, nonfinite="skip")
+    vars(session).update(world=LosingWorld(2), settings=settings, _warned_of_checks=False)
+    for _ in range(2):
+        session.warn_without_checks("pipeline_parallel")
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.endswith("no effect on pipeline_parallel. Received: HVPIPE_VERIFY=5, HVPIPE_NONFINITE=skip")

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,8 @@ class Collective {
   virtual bool done() const = 0;
   // Describes what it waits for, for the message of a deadline error.
   virtual std::string Waiting() const = 0;
+  // The rank of all ranks that it waits for, if it needs no other.
+  virtual std::optional<int> Peer() const { return std::nullopt; }
   // Seconds by which its deadline is later. Not 0 if another rank of the host waits for the same and can name
   // the cause.
   virtual double GraceS() const { return 0; }

@@ -138,7 +138,8 @@ void FlightRecorder::OnSignal(int number) {
 }
 
 void FlightRecorder::MarkSignals() {
-  if (active.exchange(this) != nullptr) return;
+  FlightRecorder* const before = active.exchange(this);
+  if (before != nullptr && before != this) return;  // the handlers are there
   struct sigaction action = {};
   action.sa_handler = &OnSignal;
   action.sa_flags = SA_ONSTACK;

@@ -32,8 +32,10 @@ std::optional<Stall> Progress::StallOf(double now) const {
     if (operation->ended_ || operation->limit_s > 0 || Blocked(*operation)) continue;
     const Collective* const collective = operation->stages[operation->current_].collective.get();
     const double waited_s = now - std::max(moved_s_, operation->moved_s_);
-    return Stall{operation->what, collective == nullptr ? "its turn" : collective->Waiting(), waited_s,
-                 operation->sequence_};
+    Stall stall{operation->what, collective == nullptr ? "its turn" : collective->Waiting(), waited_s,
+                operation->sequence_};
+    if (const auto peer = collective == nullptr ? std::nullopt : collective->Peer()) stall.ranks = {*peer};
+    return stall;
   }
   return std::nullopt;
 }

@@ -22,7 +22,7 @@ constexpr std::chrono::milliseconds kPeriod(200);
 constexpr double kAcknowledgeS = 1;
 constexpr double kCollectS = 0.5;
 constexpr double kAnswerS = 1;
-constexpr int kMostAsked = 32;
+constexpr std::size_t kMostAsked = 32;
 constexpr std::size_t kMostStackBytes = 6000;
 constexpr int kDumps = 3;  // a copy of a busy process may crash
 constexpr std::chrono::milliseconds kDumpLimit(300);
@@ -172,22 +172,42 @@ void Watchdog::Step(double now) {
   }
   if (collects_s_ != 0 && asked_s_ == 0 && now - collects_s_ > kCollectS) {
     asked_s_ = now;
-    int asked = 0;
-    for (int rank = 0; rank < texts_->size() && asked < kMostAsked; ++rank) {
-      if (stalled_.count(rank) != 0 || !IsNeeded(rank, stalled_)) continue;
-      ++asked;
-      if (rank == texts_->rank()) {
-        answers_[rank] = Answer();
-      } else {
-        answers_[rank] = "";
-        texts_->Send(rank, kAsk, "");
-      }
-    }
+    AskNeeded();
   }
   if (asked_s_ == 0) return;
   bool complete = true;
   for (const auto& [rank, text] : answers_) complete = complete && !text.empty();
+  if (complete && AskNeeded()) {  // those that answered wait themselves, for others
+    asked_s_ = now;
+    return;
+  }
   if (complete || now - asked_s_ > kAnswerS) Finish();
+}
+
+// The ranks that are known to wait.
+std::map<int, Stall> Watchdog::Waiting() const {
+  std::map<int, Stall> waiting = stalled_;
+  for (const auto& [rank, answer] : answers_) {
+    if (answer.substr(0, 1) == "W") waiting[rank] = Decode(answer.substr(1));
+  }
+  return waiting;
+}
+
+// Ask the ranks that others wait for, unless they are known to wait or were asked. Returns whether any was.
+bool Watchdog::AskNeeded() {
+  const std::map<int, Stall> waiting = Waiting();
+  bool asked = false;
+  for (int rank = 0; rank < texts_->size() && answers_.size() < kMostAsked; ++rank) {
+    if (waiting.count(rank) != 0 || answers_.count(rank) != 0 || !IsNeeded(rank, waiting)) continue;
+    asked = true;
+    if (rank == texts_->rank()) {
+      answers_[rank] = Answer();
+    } else {
+      answers_[rank] = "";
+      texts_->Send(rank, kAsk, "");
+    }
+  }
+  return asked;
 }
 
 // Pass this rank's stall on, or collect here.
@@ -238,6 +258,9 @@ void Watchdog::Take(const TextMessage& message, double now) {
 }
 
 void Watchdog::Collect(int rank, const Stall& stall, double now) {
+  // The last report has said that it waits, and it has waited ever since.
+  const auto reported = reported_s_.find(rank);
+  if (reported != reported_s_.end() && now - stall.waited_s < reported->second) return;
   stalled_[rank] = stall;
   if (collects_s_ == 0) collects_s_ = now;
 }
@@ -295,12 +318,11 @@ std::string Watchdog::SilentRank(int rank) const {
 }
 
 std::string Watchdog::ReportText() {
-  std::map<int, Stall> waiting = stalled_;
+  const std::map<int, Stall> waiting = Waiting();
   std::vector<std::string> late;
   for (const auto& [rank, answer] : answers_) {
-    if (answer.substr(0, 1) == "W") {
-      waiting[rank] = Decode(answer.substr(1));
-    } else if (answer.empty()) {
+    if (waiting.count(rank) != 0) continue;
+    if (answer.empty()) {
       late.push_back("  MISSING: " + texts_->NameOf(rank) + " " + SilentRank(rank) + ".\n");
     } else {
       late.push_back("  MISSING: " + texts_->NameOf(rank) + ". Its Python threads, the main one first:\n" +
@@ -312,6 +334,7 @@ std::string Watchdog::ReportText() {
        << " ranks wait for the others.\n";
   int shown = 0;
   for (const auto& [rank, stall] : waiting) {
+    reported_s_[rank] = Now();
     if (++shown > 8) continue;
     text << "  " << texts_->NameOf(rank) << " has waited " << Seconds(stall.waited_s) << " in " << stall.what
          << " for " << stall.waiting << ".\n";

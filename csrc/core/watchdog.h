@@ -19,7 +19,7 @@ namespace hvpipe {
 // of the process does.
 //
 // A rank that waits too long tells rank 0, or the next rank if rank 0 does not acknowledge. That rank
-// collects for half a second who waits, then asks all others what they do, for up to a second, and prints one
+// collects for half a second who waits, then asks the ranks that these need what they do, and prints one
 // report:
 //
 //   rank 1, which waits        rank 0, which collects        rank 2, which is late
@@ -58,6 +58,8 @@ class Watchdog {
   void TakeStall(double now);
   void Take(const TextMessage& message, double now);
   void Collect(int rank, const Stall& stall, double now);
+  std::map<int, Stall> Waiting() const;
+  bool AskNeeded();
   void Finish();
   std::string Answer();
   std::string Stacks();
@@ -84,6 +86,7 @@ class Watchdog {
   std::map<int, Stall> stalled_;         // collected here, by rank
   std::map<int, std::string> answers_;   // by rank
   double collects_s_ = 0, asked_s_ = 0;  // since when; 0: not
+  std::map<int, double> reported_s_;     // by rank: when a report last said that it waits
   std::thread thread_;
 };
 

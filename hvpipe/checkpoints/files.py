@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from hvpipe.atomic_file import atomic_file
+from hvpipe.errors import HvpipeError
 
 _CHUNK_BYTES = 1 << 20
+
+
+class UnreadableError(HvpipeError):
+    """A file may be unchanged, but this rank cannot read it now, or this hvpipe cannot."""
 
 
 class Sink(Protocol):
@@ -66,7 +71,11 @@ def write_file(path: Path, write: Callable[[Sink], object]) -> FileRecord:
 
 
 def damage(folder: Path, record: FileRecord) -> str | None:
-    """Return what is wrong with a file that was written before; None if it is unchanged."""
+    """Return what is wrong with a file that was written before; None if it is unchanged.
+
+    Raises:
+        UnreadableError: The disk or the network failed.
+    """
     path = folder / record.name
     try:
         size_bytes = path.stat().st_size
@@ -76,6 +85,8 @@ def damage(folder: Path, record: FileRecord) -> str | None:
         with open(path, "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 found.update(chunk)
+    except FileNotFoundError:
+        return f"{path} is missing"
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
     return None if found.hexdigest() == record.sha256 else f"{path} has another SHA-256 than when written"

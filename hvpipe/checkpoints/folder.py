@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,13 @@ def prune(folder: Path, keep: int, last: Path) -> None:
     for left in incomplete(folder):
         if left.name < last.name:
             remove(left)
+
+
+def abandon(folder: Path, names: Iterable[str]) -> None:
+    """Remove what was written of checkpoints that failed, unless it is complete."""
+    for name in names:
+        if not (folder / name / MANIFEST).is_file():
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def remove(place: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvpipe.checkpoints.files import FileRecord, write_file
+from hvpipe.checkpoints.files import FileRecord, UnreadableError, write_file
 from hvpipe.config_file import Table, read_document
 from hvpipe.errors import HvpipeError
 
@@ -91,13 +91,26 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
+        UnreadableError: It is of another version, or the disk or the network failed.
         HvpipeError: It is damaged, or not a manifest.
     """
     path = folder / MANIFEST
+    try:
+        path.read_bytes()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
     table = read_document(path)
-    table.check_format(FORMAT, VERSION)
     document = table.as_dict()
-    if document.pop("sha256", None) != _digest(document):
+    unchanged = document.pop("sha256", None) == _digest(document)
+    if unchanged and document.get("format") == FORMAT and document.get("version") != VERSION:
+        raise UnreadableError(
+            f"{path} should be of version {VERSION}, which this hvpipe reads. "
+            f"Received: version={document.get('version')!r}"
+        )
+    table.check_format(FORMAT, VERSION)
+    if not unchanged:
         raise HvpipeError(
             f"{path} should be unchanged. Received: a manifest with another SHA-256 than its own"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hvpipe.checkpoints import folder as folders
-from hvpipe.checkpoints.files import damage
+from hvpipe.checkpoints.files import UnreadableError, damage
 from hvpipe.checkpoints.manifest import Manifest, read_manifest
 from hvpipe.errors import HvpipeError
 
@@ -31,7 +31,7 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
     """Return the newest complete checkpoint whose files are unchanged; collective.
 
     Each file is read and checked by one rank. A damaged checkpoint is renamed and loudly reported, and the
-    one before it is tried.
+    one before it is tried. One that a rank cannot read is an error.
 
     Args:
         folder: The folder of checkpoints, which all ranks see.
@@ -41,8 +41,8 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
         The checkpoint and its manifest; None if the folder has no complete one.
 
     Raises:
-        HvpipeError: All complete checkpoints are damaged, or an earlier start of the job found them damaged.
-            Raised on all ranks.
+        HvpipeError: All complete checkpoints are damaged, or an earlier start of the job found them damaged;
+            or a rank cannot read one. Raised on all ranks.
     """
     found = folders.complete(folder) if ranks.rank == 0 else []
     refused: list[str] = []
@@ -51,7 +51,14 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
         if name is None:
             break
         place = folder / name
-        manifest, own = _checked(place, ranks)
+        manifest, own, unreadable = _checked(place, ranks)
+        for rank, cause in enumerate(ranks.gather(unreadable)):
+            if cause is not None:
+                raise HvpipeError(
+                    f"Training should resume from {place}, which may be unchanged. Make it readable and "
+                    "start again; or remove it, to resume from the one before it. "
+                    f"Received on rank {rank}: {cause}"
+                )
         causes = {rank: cause for rank, cause in enumerate(ranks.gather(own)) if cause is not None}
         if not causes and manifest is not None:
             return place, manifest
@@ -86,16 +93,18 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
     return None
 
 
-def _checked(place: Path, ranks: Ranks) -> tuple[Manifest | None, str | None]:
-    """Return the manifest, and what is wrong with it or with this rank's share of the files."""
+def _checked(place: Path, ranks: Ranks) -> tuple[Manifest | None, str | None, str | None]:
+    """Return the manifest, and what is damaged or unreadable in it and in this rank's share of the files."""
     try:
         manifest = read_manifest(place)
+        if not manifest.parts:
+            return None, f"{place} names no files", None
+        for part in manifest.parts[ranks.rank :: ranks.size]:
+            cause = damage(place, part.file)
+            if cause is not None:
+                return None, cause, None
+    except UnreadableError as error:
+        return None, None, str(error)
     except HvpipeError as error:
-        return None, str(error)
-    if not manifest.parts:
-        return None, f"{place} names no files"
-    for part in manifest.parts[ranks.rank :: ranks.size]:
-        cause = damage(place, part.file)
-        if cause is not None:
-            return None, cause
-    return manifest, None
+        return None, str(error), None
+    return manifest, None, None

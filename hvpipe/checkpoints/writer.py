@@ -75,6 +75,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._lost: frozenset[int] = frozenset()
+        self._left: set[str] = set()  # names of checkpoints that failed
 
     def lose(self, ranks: Iterable[int]) -> None:
         """Wait no longer for parts that these ranks have not written, because they are lost."""
@@ -104,22 +105,26 @@ class Writer:
 
     def _run(self, snapshot: Snapshot) -> None:
         options, position = self._options, snapshot.manifest.position
+        name = folders.name_of(position.step, snapshot.manifest.run)
         try:
+            if options.rank == 0:  # only now, because other ranks may have been writing theirs
+                folders.abandon(options.folder, self._left - {name})
             place = folders.begin(options.folder, position.step, snapshot.manifest.run)
             self._write_part(place, snapshot)
             if options.rank == 0:
                 folders.finish(place, replace(snapshot.manifest, parts=self._parts(place)))
                 options.on_complete(place)
                 folders.prune(options.folder, options.keep, place)
-        except (HvpipeError, OSError) as error:
-            self._failure = str(error)
+        except Exception as error:  # the thread ends here, and silence would be success
+            self._failure = _text(error)
+            self._left.add(name)
             logger.error(
                 "hvpipe: the checkpoint of step %d in %s was not written; the one before it is still there. "
                 "Received on rank %d: %s",
                 position.step,
                 options.folder,
                 options.rank,
-                error,
+                self._failure,
             )
         finally:
             options.on_change(False)
@@ -136,10 +141,10 @@ class Writer:
         )
         try:
             file = write_file(place / f"rank-{rank}.npz", lambda sink: write_arrays(sink, snapshot.values))
-        except OSError as error:
+        except Exception as error:
             # Rank 0 need not wait for this part. Where the disk is full, it may have to.
             if rank > 0:
-                folders.announce_part(place, replace(part, notes={_FAILED: str(error)}))
+                folders.announce_part(place, replace(part, notes={_FAILED: _text(error)}))
             raise
         folders.announce_part(place, replace(part, file=file))
 
@@ -154,8 +159,10 @@ class Writer:
             if part is not None:
                 found.append(part)
                 continue
-            if len(found) in self._lost or self._options.gives_up():
+            if len(found) in self._lost:
                 raise HvpipeError(f"rank {len(found)} was lost before it had written its part")
+            if self._options.gives_up():
+                raise HvpipeError(f"ranks were lost before rank {len(found)} had written its part")
             if time.monotonic() > deadline_s:
                 raise HvpipeError(
                     f"All ranks should write their part within {self._options.timeout_s:g} s "
@@ -165,3 +172,8 @@ class Writer:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return tuple(found)
+
+
+def _text(error: Exception) -> str:
+    """Return the text of an error, with its type unless the text is meant for users."""
+    return str(error) if isinstance(error, (HvpipeError, OSError)) else f"{type(error).__name__}: {error}"

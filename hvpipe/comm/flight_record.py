@@ -37,9 +37,13 @@ def flight_path(settings: Settings, world: World) -> str:
         return str(folder / f"rank-{world.rank}.flight")
     if settings.job_folder is None:
         return ""
-    folder = settings.job_folder / "flight"
-    path = folder / f"rank-{world.rank}.flight"
-    try:  # nobody asked for this file, so a full disk must not end the job
+    return _path_with_room(settings.job_folder / "flight", world.rank)
+
+
+def _path_with_room(folder: Path, rank: int) -> str:
+    """Return the file of a recorder that nobody asked for, so a full disk must not end the job; else ""."""
+    path = folder / f"rank-{rank}.flight"
+    try:
         folder.mkdir(exist_ok=True)
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, _BYTES)
@@ -58,11 +62,7 @@ def flight_path_without_lost(path: str, world: World) -> str:
     if not path:
         return ""
     before = Path(path).parent
-    folder = before.with_name(f"{before.name}-{world.size}-ranks")
-    with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True)
-        return str(folder / f"rank-{world.rank}.flight")
-    return ""
+    return _path_with_room(before.with_name(f"{before.name}-{world.size}-ranks"), world.rank)
 
 
 def keep_record(core: Any) -> None:
@@ -75,6 +75,12 @@ def keep_record(core: Any) -> None:
         # In C, so it works whatever the interpreter does.
         faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True, chain=False)
     core.use_stacks(int(_STACK_SIGNAL), _stack_file)
+
+
+def mark_signals() -> None:
+    """Let SIGTERM be recorded again, after Python has had a handler for it that is gone now."""
+    if _core is not None:
+        _core.mark_signals()
 
 
 def end_record(path: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -33,11 +33,15 @@ class LossWatch:
         comm: The communicator.
         lost: Called once, in the thread, with the lost ranks. A rank that learns it from another rank's
             revoke may get none.
+        others: Communicators of the same ranks to revoke as well.
     """
 
-    def __init__(self, mpi: ModuleType, comm: Any, lost: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self, mpi: ModuleType, comm: Any, lost: Callable[[list[int]], None], others: Sequence[Any] = ()
+    ) -> None:
         self._mpi = mpi
         self._comm = comm
+        self._others = others
         self._lost = lost
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, name="hvpipe-loss-watch", daemon=True)
@@ -54,7 +58,8 @@ class LossWatch:
             self._mpi.COMM_SELF.Iprobe()  # MPI takes note of failures only while it makes progress
             found = failed_ranks(self._comm)
             if found or self._comm.Is_revoked():
-                self._comm.Revoke()
+                for comm in (self._comm, *self._others):
+                    comm.Revoke()
                 self._lost(found)
                 return
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.discover import Launch, eager_bytes, fault_tolerance_asked, prepare_open_mpi
-from hvpipe.comm.loss_watch import LossWatch, check_fault_tolerance, failed_ranks, shrunk
+from hvpipe.comm.loss_watch import LossWatch, check_fault_tolerance, shrunk
 from hvpipe.comm.native import check_mpi, import_native
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import fits_on_all_hosts
@@ -100,10 +100,11 @@ class MpiWorld:
             InitError: If MPI does not survive the loss of a rank.
         """
         check_fault_tolerance(fault_tolerant(self.library_version), self.library_version)
-        self._watch = LossWatch(self._mpi, self._comm, lost)
+        # An engine that is being made waits in calls on its communicator, so that is revoked, too.
+        self._watch = LossWatch(self._mpi, self._comm, lost, (self._engine_comm,))
 
-    def survivors(self) -> tuple[MpiWorld, list[int]]:
-        """Return the world of the ranks that are left, and the ranks that are not. Collective.
+    def survivors(self) -> MpiWorld:
+        """Return the world of the ranks that are left. Collective.
 
         They agree that each of them has made it. What this world has under way ends with errors.
         """
@@ -123,7 +124,12 @@ class MpiWorld:
             except mpi.Exception:
                 agreed = 0
             if agreed and world is not None:
-                return world, failed_ranks(self._comm)
+                return world
+
+    def missing_in(self, world: MpiWorld) -> list[int]:
+        """Return the ranks that are not in a world of those that are left. All of them return the same."""
+        found = self._comm.Get_group().Translate_ranks(list(range(self.size)), world._comm.Get_group())
+        return [rank for rank, there in enumerate(found) if there == self._mpi.UNDEFINED]
 
     def _end_watch(self) -> None:
         if self._watch is not None:

@@ -70,7 +70,7 @@ class Settings:
     @property
     def engine_stall_s(self) -> float:
         """After how long a wait is reported: in time for the report to precede the end of the job."""
-        abort_s = self.stall_abort_s or math.inf
+        abort_s = self.engine_timeout_s
         return min(self.stall_warn_s, max(abort_s / 2, abort_s - 4))
 
 

@@ -139,10 +139,12 @@ class Restarting:
     def _say_what_happened(self, folder: Path, earlier: set[Path]) -> None:
         """Print what the recorders of this host's ranks say, if any of them ended badly."""
         kept = self._flight_folder
-        new = sorted(self._records() - earlier) if kept else [folder / "flight"]
+        new = self._records() - earlier if kept else set(folder.glob("flight*"))
         try:
-            flights = story.read_records(new[-1]).flights if new else ()
-        except HvpipeError:
+            # Ranks that go on after a loss record in another folder.
+            newest = max(new, key=lambda place: (place.stat().st_mtime, place.name), default=None)
+            flights = story.read_records(newest).flights if newest else ()
+        except (HvpipeError, OSError):
             return
         if not flights:
             return

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -120,10 +120,12 @@ def supervise_job(
         signal.signal(number, supervisor.on_signal if number in _ENDING else supervisor.pass_on)
     try:
         with own_job_folder(environ, command) as job_environ:
-            return supervisor.run(command, {**job_environ, _JOB: str(folder)})
+            outcome = supervisor.run(command, {**job_environ, _JOB: str(folder)})
     finally:
         for number in replaced:
             signal.signal(number, before[number])
+    # Only now, because a signal that comes while the folder is removed must not be lost.
+    return replace(outcome, asked=supervisor.asked)
 
 
 class _Supervisor:
@@ -135,6 +137,11 @@ class _Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._received: int | None = None
         self._timer: threading.Timer | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process got a signal that ends it."""
+        return self._received is not None
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> Outcome:
         """Run the command until it ends."""
@@ -161,10 +168,9 @@ class _Supervisor:
             self._timer.cancel()
         if self._received is not None or code != 0:
             kill_session(self._process.pid)
-        asked = self._received is not None
         if self._received is not None and code != STOPPED:
-            return Outcome(128 + self._received, asked)
-        return Outcome(code if code >= 0 else 128 - code, asked)
+            return Outcome(128 + self._received, self.asked)
+        return Outcome(code if code >= 0 else 128 - code, self.asked)
 
     def _end_stuck_launcher(self, process: subprocess.Popen[bytes], done: threading.Event) -> None:
         """Kill a launcher that a rank has asked to end the job, and that does not.
@@ -189,7 +195,7 @@ class _Supervisor:
         first = self._received is None
         if first:
             self._received = number
-        if self._process is None:
+        if self._process is None or self._process.returncode is not None:
             return
         if first:
             self._end(number)

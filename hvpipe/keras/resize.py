@@ -43,7 +43,14 @@ def tell_resize(change: Resize) -> None:
         call(change)
 
 
-def scale_learning_rate(session: Session, optimizer: Any, change: Resize) -> None:
+def joined(first: Resize, later: Resize) -> Resize:
+    """Return two changes, one after the other, as one."""
+    left = [rank for rank in range(first.old_size) if rank not in first.lost]
+    lost = sorted([*first.lost, *(left[rank] for rank in later.lost)])
+    return Resize(first.old_size, later.size, first.old_rank, later.rank, tuple(lost))
+
+
+def scale_learning_rate(session: Session, optimizer: Any, old_size: int, size: int) -> None:
     """Scale the learning rate as --lr-scaling asks."""
     scaling = session.settings.lr_scaling
     if scaling == "none":
@@ -52,5 +59,5 @@ def scale_learning_rate(session: Session, optimizer: Any, change: Resize) -> Non
     if not hasattr(rate, "assign"):
         logger.warning("hvpipe: --lr-scaling has no effect on a learning rate of a schedule.")
         return
-    ratio = change.size / change.old_size
+    ratio = size / old_size
     rate.assign(rate * (ratio if scaling == "linear" else ratio**0.5))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from checkpoint_files import RANKS, Alone, Died, dying_at, newest_step, snapshot, values, write
 from hvpipe.checkpoints import folder as folders
 from hvpipe.checkpoints.arrays import read_arrays
+from hvpipe.checkpoints.files import UnreadableError
 from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Writer, WriterOptions
 from hvpipe.errors import HvpipeError
@@ -198,3 +199,44 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HvpipeError, match="needs a folder that can be written"):
         folders.check_folder(tmp_path / "file" / "run")
+
+
+def test_an_error_of_any_kind_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the thread ended, and the checkpoint counted as written."""
+
+    def no_memory(sink: object, values: object) -> None:
+        raise MemoryError("no memory")
+
+    writer = Writer(WriterOptions(tmp_path, 0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr("hvpipe.checkpoints.writer.write_arrays", no_memory)
+        for step in (1, 2):  # the next one first removes what is left
+            writer.start(snapshot(step, 0))
+            assert writer.wait() == "MemoryError: no memory"
+            assert [path.name[:10] for path in tmp_path.iterdir()] == [f"{step:010d}"]
+
+
+def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: one rank's network error had the newest checkpoint renamed, and training fell back."""
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+
+    def stale(path: Path, record: object) -> None:
+        raise UnreadableError(f"{path} cannot be read: Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hvpipe.checkpoints.usable.damage", stale)
+        with pytest.raises(HvpipeError, match=r"Make it readable.*Received on rank 0: .*Stale file handle"):
+            newest_step(tmp_path)
+    assert newest_step(tmp_path) == 2
+
+
+def test_a_manifest_of_another_version_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("hvpipe.checkpoints.manifest.VERSION", 2)
+        write(tmp_path, 1)
+    with pytest.raises(HvpipeError, match=r"should be of version 1.*Received: version=2"):
+        newest_step(tmp_path)
+    assert folders.complete(tmp_path)

@@ -127,3 +127,11 @@ def test_settings_that_make_a_run_visible_to_hvpipe_top(
 ) -> None:
     assert (settings(environ).live, settings(environ).live_folder) == (live, folder)
     assert live_folder(environ) == folder
+
+
+def test_a_stall_is_reported_before_any_limit_ends_the_job() -> None:
+    """Regression: HVPIPE_TIMEOUT did not count."""
+    assert Settings(timeout_s=8.0).engine_stall_s == 4.0
+    assert Settings(stall_abort_s=12.0).engine_stall_s == 8.0
+    assert Settings().engine_stall_s == 10.0
+    assert Settings(timeout_s=8.0, stall_warn_s=0.0).engine_stall_s == 0.0

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,3 +107,18 @@ def test_without_restarts_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureF
 def test_bad_options(restarts: int, grace: float) -> None:
     with pytest.raises(LaunchError, match="Received: "):
         Restarting(argparse.Namespace(restarts=restarts, grace=grace), Places(2))
+
+
+def test_the_verdict_is_about_the_ranks_that_went_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: after a loss that the job survived, it was about that loss."""
+    read: list[str] = []
+
+    def read_records(folder: Path) -> SimpleNamespace:
+        read.append(folder.name)
+        return SimpleNamespace(flights=())
+
+    monkeypatch.setattr("hvpipe.blackbox.story.read_records", read_records)
+    for name in ("flight", "flight-3-ranks"):
+        (tmp_path / name).mkdir()
+    Restarting(argparse.Namespace(restarts=0, grace=1.0), Places(4))._say_what_happened(tmp_path, set())
+    assert read == ["flight-3-ranks"]

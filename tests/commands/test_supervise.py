@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvpipe.commands.supervise import supervise
+from hvpipe.commands.supervise import supervise, supervise_job
 from hvpipe.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
@@ -209,3 +209,13 @@ def test_the_launcher_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
     while is_running(launcher) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_running(launcher)
+
+
+def test_a_signal_after_the_end_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: while the folder was removed, SIGTERM was lost, and --restarts went on."""
+    monkeypatch.setattr(
+        "hvpipe.commands.supervise.shutil.rmtree",
+        lambda *_, **options: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    outcome = supervise_job([sys.executable, "-c", "raise SystemExit(3)"], os.environ, tmp_path)
+    assert (outcome.code, outcome.asked) == (3, True)

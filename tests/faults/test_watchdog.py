@@ -27,6 +27,43 @@ hvpipe.allreduce(data)
 print("DONE", flush=True)
 """
 
+# Ranks come one after the other, so each reaches --stall-warn at another time.
+ONE_BY_ONE = """
+import sys, time
+import numpy as np
+import hvpipe
+hvpipe.init()
+data = np.ones(10_000, np.float32)
+hvpipe.allreduce(data)
+time.sleep((0.0, 1.3, 7.0)[hvpipe.rank()])
+hvpipe.allreduce(data)
+print("DONE", flush=True)
+"""
+
+# Rank 0 waits for a message of rank 1, and rank 1 for one of rank 2 if that is the late one.
+MESSAGES = """
+import sys, time
+import numpy as np
+import hvpipe
+from hvpipe.session import current
+hvpipe.init()
+data = np.ones(10_000, np.float32)
+hvpipe.allreduce(data)
+engine, rank, late = current().engine, hvpipe.rank(), int(sys.argv[1])
+def a_late_function():
+    time.sleep(6)
+if rank == late:
+    a_late_function()
+elif rank == 2:
+    time.sleep(6)  # nobody waits for it
+if rank < late:
+    engine.receive(data.nbytes, rank + 1, 5, "a message").wait()
+if 0 < rank <= late:
+    engine.send(data, rank - 1, 5, "a message").wait()
+hvpipe.allreduce(data)
+print("DONE", flush=True)
+"""
+
 # Ranks call by name; those of a process set do not wait for the others.
 BY_NAME = """
 import sys, time
@@ -96,3 +133,21 @@ def test_a_collective_by_name(tmp_path: Path, partner: str, late: int, waits: st
     assert f"MISSING: rank {late} on " in result.output, result.describe()
     assert "in a_late_function" in result.output, result.describe()
     assert result.output.count("DONE") == 3
+
+
+def test_one_standstill_has_one_report(tmp_path: Path) -> None:
+    """Regression: rank 1, which the first report had named, caused a second one."""
+    result = stalled(tmp_path, "-", 2, "--stall-warn", "2", text=ONE_BY_ONE)
+    assert result.returncode == 0, result.describe()
+    assert result.output.count("hvpipe: stall: 2 of 3 ranks wait for the others.") == 1, result.describe()
+    assert result.output.count("hvpipe: stall: ") == 1, result.describe()
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_who_is_late_with_a_message(late: int, tmp_path: Path) -> None:
+    """Regression: every rank that computed was "MISSING"."""
+    result = stalled(tmp_path, str(late), late, "--stall-warn", "2", text=MESSAGES)
+    assert result.returncode == 0, result.describe()
+    assert result.output.count("MISSING: ") == 1, result.describe()
+    assert f"MISSING: rank {late} on " in result.output, result.describe()
+    assert "in a_late_function" in result.output, result.describe()

@@ -33,6 +33,10 @@ class CheckpointTimer:
         self._last_step = step
         self._due = False
 
+    def follow(self, rank: int) -> None:
+        """Go on as this rank: ranks were lost. The interval goes on, and ends on all ranks alike."""
+        self._rank = rank
+
     def due(self, step: int, epochs: int | None = None) -> bool:
         """Return whether to write now.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.boundary_requests import BUSY, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
+from hvpipe.keras.checkpoint.data_position import Reading
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.preemption import EXIT_CODE, StopRequest, tell_launcher
 from hvpipe.keras.checkpoint.resume import Resume
@@ -69,6 +71,7 @@ class CheckpointedFit:
         self._ranks_before: int | None = None
         self._inner: Any = None
         self._description: dict[str, Any] | None = None
+        self._reading, self._resumed_step = Reading(None, 0), 0
         self._open = contextlib.ExitStack()
 
     # --- Beginning and end -------------------------------------------------------------------------------
@@ -89,19 +92,22 @@ class CheckpointedFit:
             self._announce(found[0], position)
         elif self._replicas is not None and self._replicas.counts_updates:
             self._replicas.named()  # collective: too late after a loss
-        self._run = run
+        self._run = self._first_run = run
         self._length = params.get("steps")
+        self._timer = CheckpointTimer(options.every, session.engine, world.rank, self._step)
         self._count_ranks()
         self._stop = StopRequest(session.settings.job_folder, world.rank)
         self._open.enter_context(self._stop.listening())
         self._samples_at_begin = self._samples_at_epoch = self._state.samples()
         self._inner, self._model.train_function = self._model.train_function, self._train
 
-    def _count_ranks(self, gives_up: Callable[[], bool] = lambda: False) -> None:
+    def _count_ranks(self, gives_up: Callable[[], bool] | None = None) -> None:
         """Write as one of the ranks that there are now. What lost ranks were writing stays incomplete."""
         session, options, world = self._session, self._options, self._session.world
         self._world = world
-        self._timer = CheckpointTimer(options.every, session.engine, world.rank, self._step)
+        if gives_up is None:
+            # A pipeline that loses ranks completes what is under way, with the parts of those that are left.
+            gives_up = self._loses if self._state.shares_data else lambda: False
         self._writer = Writer(
             WriterOptions(
                 options.folder,
@@ -115,13 +121,38 @@ class CheckpointedFit:
             )
         )
 
+    def _loses(self) -> bool:
+        return self._session.lost is not None or self._world is not self._session.world
+
+    def _follow_ranks(self) -> None:
+        """Go on as one of the ranks that are left, if some were lost.
+
+        Not collective: ranks may come here at different boundaries. A checkpoint under way may never be
+        complete. So nothing counts as saved, and the next one is another run's, without parts of this one.
+        """
+        if self._world is self._session.world:
+            return
+        if self._writer is not None:
+            self._writer.wait()  # it gives up
+        self._saved_step = -1
+        world = self._session.world
+        self._run = hashlib.sha256(f"{self._first_run} {world.size}".encode()).hexdigest()[:6]
+        self._timer.follow(world.rank)
+        self._count_ranks()
+
     def end(self) -> None:
         """Write the final checkpoint, unless it is written; collective."""
         self.leave_model()
-        if self._step > self._saved_step:
+        self._session.run_section(self._write_last)
+        self._session.engine.request(STOP, False)
+
+    def _write_last(self) -> None:
+        """Write a checkpoint unless it is written, and wait until it is complete; collective."""
+        self._follow_ranks()
+        unsaved = self._session.engine.agree("the last checkpoint", float(self._step > self._saved_step))
+        if any(unsaved):
             self._write()
         self._wait_for_all()
-        self._session.engine.request(STOP, False)
 
     def lose(self, ranks: Iterable[int]) -> int:
         """Wait for the checkpoint under way, as far as ranks that are lost let it; return the steps done."""
@@ -236,6 +267,9 @@ class CheckpointedFit:
         if self._resume is not None:
             if not self._resume.begun:
                 self._resume.restore(iterator)
+                # From here on as the ranks of today count, who may be more or fewer than before.
+                self._reading, self._resumed_step = self._resume.reading, self._step
+                self._batch = self._reading.skipped
                 self._samples_at_epoch = self._state.samples()
             if self._resume.skips(steps):
                 return {}
@@ -255,8 +289,7 @@ class CheckpointedFit:
         """Write a checkpoint if one is due, or stop if that was asked for. Between two steps."""
         if self._resume is not None and not self._resume.done:
             return
-        if self._world is not self._session.world:
-            self._count_ranks()
+        self._follow_ranks()
         engine = self._session.engine
         if self._stop.arrived():
             engine.request(STOP)
@@ -275,6 +308,7 @@ class CheckpointedFit:
         if self._resume is not None:
             self._resume.end_epoch()
             self._resume = None
+        self._reading = replace(self._reading, source=None)
         self._epoch, self._batch, self._epoch_samples = epoch + 1, 0, 0.0
         self._samples_at_epoch = self._state.samples()
         self.at_boundary(epoch + 1)
@@ -284,6 +318,7 @@ class CheckpointedFit:
     def _write(self) -> None:
         """Copy the state, and let the thread write it. On all ranks at the same boundary."""
         self._state.finish_step()
+        self._follow_ranks()  # it may have lost some
         self._timer.written()
         values = {**self._state.to_write(), **callback_arrays(self._others)}
         now = self._state.samples()
@@ -307,6 +342,8 @@ class CheckpointedFit:
                     "callbacks": callback_notes(self._others),
                     "stopped": self._batch == 0 and bool(self._model.stop_training),
                     "ranks": self._ranks_before or self._world.size,
+                    **self._reading.notes(self._step - self._resumed_step, self._world.size),
+                    **self._state.notes(self._batch),
                 },
             )
         )
@@ -319,9 +356,7 @@ class CheckpointedFit:
 
     def _leave(self, code: int) -> None:
         """Write a checkpoint, and exit; on all ranks at the same boundary."""
-        if self._step > self._saved_step:
-            self._write()
-        self._wait_for_all()
+        self._session.run_section(self._write_last)
         if self._session.world.rank == 0:
             logger.warning(
                 "hvpipe: %s. The checkpoint of step %d is complete in %s; all ranks "

@@ -85,8 +85,14 @@ class DataParallelState:
         elastic = self.data_parallel.steps.elastic
         if elastic is None or not elastic.data.shares_source:
             return False
-        elastic.data.resume(manifest.position.epoch, manifest.position.batch, manifest.ranks)
+        position, notes = manifest.position, manifest.parts[0].notes
+        elastic.data.resume(position.epoch, position.batch, manifest.ranks, notes)
         return True
+
+    def notes(self, counted: int) -> dict[str, int]:
+        """Return how far data that all ranks share in an elastic job was read."""
+        elastic = self.data_parallel.steps.elastic
+        return {} if elastic is None else elastic.data.notes(counted)
 
     def can_write(self) -> bool:
         """Return whether this is not within a round of "local"."""

@@ -9,6 +9,12 @@ epoch, and throws another one away at the end of an epoch whose length it knows:
     given           | any                   | 1, or where the dataset ends: the next one
 
 So a new process makes as many iterators as the old one has made, and then reads over what was trained on.
+
+Where the number of ranks has changed since that iterator was made, steps do not tell how far it was read.
+Then a checkpoint notes that itself:
+
+    source    batches of the dataset that all ranks share, in this epoch
+    read      batches of each rank's own dataset, over all epochs, with steps_per_epoch
 """
 
 from __future__ import annotations
@@ -28,6 +34,8 @@ from hvpipe.keras.fit_call import FitCall
 
 logger = logging.getLogger("hvpipe")
 
+SOURCE, READ = "source", "read"  # notes of rank 0's part
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -44,10 +52,19 @@ class Reading:
     Attributes:
         iterator: What steps read from, in place of Keras's iterator; None: Keras's own.
         skipped: Batches of the epoch that are not trained on again.
+        source: How many batches of the dataset of all ranks were read over, if steps do not tell.
+        read: The same of this rank's dataset over all epochs, if there is one iterator for them.
     """
 
     iterator: Any
     skipped: int
+    source: int | None = None
+    read: int | None = None
+
+    def notes(self, steps: int, ranks: int) -> dict[str, int]:
+        """Return what a checkpoint must note after `steps` steps more on so many ranks."""
+        found = {} if self.source is None else {SOURCE: self.source + steps * ranks}
+        return found if self.read is None else {**found, READ: self.read + steps}
 
 
 def resumed_reading(
@@ -75,7 +92,7 @@ def resumed_reading(
         made = epoch
     else:
         return _within_one_iterator(iterator, dataset, fit_call.steps_per_epoch, manifest, ranks)
-    if manifest.ranks != ranks.size:
+    if manifest.ranks != ranks.size or SOURCE in manifest.parts[0].notes:
         return _on_other_ranks(iterator, dataset, fit_call, length, manifest, ranks, made)
     found = _after(iterator, dataset, made)
     _read_over(found, batch)
@@ -103,13 +120,14 @@ def _within_one_iterator(
             f"Received: {length} batches, steps_per_epoch={steps_per_epoch} and epoch {position.epoch + 1}"
         )
     if manifest.ranks == ranks.size:
-        _read_over(iterator, before + position.batch)
-        return Reading(None, position.batch)
+        noted = manifest.parts[0].notes.get(READ)
+        _read_over(iterator, before + position.batch if noted is None else noted)
+        return Reading(None, position.batch, read=noted)
     earlier = (position.samples - position.epoch_samples) / ranks.size
-    _, samples = _read_over_samples(iterator, earlier)
+    first, samples = _read_over_samples(iterator, earlier)
     batches, more = _read_over_samples(iterator, position.samples / ranks.size - samples)
     _tell(position.samples / ranks.size - samples - more)
-    return Reading(None, batches)
+    return Reading(None, batches, read=first + batches)
 
 
 def _read_over(iterator: Any, batches: int) -> None:
@@ -136,15 +154,24 @@ def _on_other_ranks(
     made: int,
 ) -> Reading:
     """Continue after the samples that all ranks have trained on together in this epoch."""
-    samples = manifest.position.epoch_samples
+    samples, noted = manifest.position.epoch_samples, manifest.parts[0].notes.get(SOURCE)
     source = source_of(fit_call.x)
     if source is not None and made > 0:
         found = _after(None, source, made)  # Keras's own was the first
-        batches, read = _read_over_samples(found, samples)
-        _tell(samples - read)
-        left = max(0, int(source.cardinality()) - batches) // ranks.size
-        return Reading(_rounds(found, ranks), batches // ranks.size if length is None else length - left)
+        if noted is None:
+            noted, read = _read_over_samples(found, samples)
+            _tell(samples - read)
+        else:
+            _read_over(found, noted)
+        left = max(0, int(source.cardinality()) - noted) // ranks.size
+        skipped = noted // ranks.size if length is None else length - left
+        return Reading(_rounds(found, ranks), skipped, source=noted)
     found = _after(iterator, dataset, made)
+    if noted is not None:  # by an elastic job, in the first epoch
+        rounds = -(-noted // ranks.size)
+        _read_over(found, rounds)
+        _tell(noted - rounds * ranks.size, "batches")
+        return Reading(None if found is iterator else found, rounds)
     batches, read = _read_over_samples(found, samples / ranks.size)
     _tell(samples / ranks.size - read)
     return Reading(None if found is iterator else found, batches)
@@ -175,11 +202,12 @@ def _rounds(iterator: Any, ranks: Ranks) -> Iterator[Any]:
         yield batches[ranks.rank]
 
 
-def _tell(missing: float) -> None:
+def _tell(missing: float, what: str = "samples") -> None:
     if missing:
         logger.warning(
             "hvpipe: on this number of ranks training cannot continue at exactly the same sample, because no "
-            "batch begins there: %g samples of this epoch are %s.",
+            "batch begins there: %g %s of this epoch are %s.",
             abs(missing),
+            what,
             "trained on again" if missing > 0 else "left out",
         )

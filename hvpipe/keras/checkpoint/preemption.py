@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hvpipe.comm.flight_record import mark_signals
+
 EXIT_CODE = 75
 """What all ranks exit with after the checkpoint: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
@@ -42,9 +44,8 @@ class StopRequest:
         """
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
-                before = signal.signal(signal.SIGTERM, self._on_signal)
-                stack.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
-                self._before: Any = before or signal.SIG_DFL
+                self._before: Any = signal.signal(signal.SIGTERM, self._on_signal) or signal.SIG_DFL
+                stack.callback(self._act_as_before)
             if self._folder is not None:
                 listening = self._folder / f"listening-{self._rank}"
                 with contextlib.suppress(OSError):
@@ -54,7 +55,11 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._received = True
-        signal.signal(number, self._before)
+        self._act_as_before()
+
+    def _act_as_before(self) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+        mark_signals()  # Python knows no handler in C, and has removed the recorder's
 
 
 def _remove(path: Path) -> None:

@@ -62,6 +62,11 @@ class Resume:
         """Whether all batches that were trained on have been skipped."""
         return self.begun and self._skipped >= self._reading.skipped
 
+    @property
+    def reading(self) -> Reading:
+        """Where the data was read to, once the first batch has come."""
+        return self._reading
+
     def samples(self) -> tuple[float, float]:
         """Return the samples before: since the beginning and since the epoch began."""
         position = self._manifest.position
@@ -127,7 +132,7 @@ class Resume:
             return
         change = Resize(before, ranks.size, -1, ranks.rank, ())
         if self._state.shares_data:
-            scale_learning_rate(session, self._model.optimizer, change)
+            scale_learning_rate(session, self._model.optimizer, before, ranks.size)
         tell_resize(change)
 
     def _read_over(self, iterator: Any) -> None:

@@ -45,6 +45,9 @@ class TrainingState(Protocol):
     def batch(self, counted: int) -> int:
         """Return the batch of the epoch at which to resume, if `counted` calls have trained on one each."""
 
+    def notes(self, counted: int) -> dict[str, int]:
+        """Return what else `resume_data` needs, if `counted` calls have trained in this epoch."""
+
     def resume_data(self, manifest: Manifest) -> bool:
         """Bring the data to its position, and return True, if it is not read from Keras's iterator."""
 

@@ -84,6 +84,7 @@ def reduce_gradients(
     Returns:
         The gradients in their order; None stays None.
     """
+    current().warn_without_checks("optimizers and tapes that reduce gradients by name")
     number = number_of(options.how.process_set)
     ranks = current().named_calls().ranks_of(number)
     reduced = list(gradients)

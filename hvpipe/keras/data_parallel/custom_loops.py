@@ -70,6 +70,7 @@ def DistributedOptimizer(
     session = current()
     check_gradient_compression(session, compression)
     check_compressible(optimizer, compression)
+    session.warn_without_checks("DistributedOptimizer")
     if session.world.size == 1:
         return optimizer
     hooks: list[OptimizerHook] = []
@@ -227,6 +228,7 @@ def _reducer_for(
     key = (tuple(id(v) for v in variables), compression, bucket_bytes)
     found = session.reducers.get(key)
     if found is None:
+        session.warn_without_checks("custom training loops")
         tables = sliced_on_any_rank(session, gradients, variables)
         options = ReduceOptions(compression, bucket_bytes, tables=tables)
         found = make_reducer(session, "gradients", variables, options)

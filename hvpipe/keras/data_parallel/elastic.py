@@ -11,6 +11,7 @@ docs/reliability.md has the reasons.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hvpipe.errors import HvpipeError, name_lost
 from hvpipe.keras.data_parallel.elastic_data import ElasticData
 from hvpipe.keras.initial_state import settle, shared_slots
-from hvpipe.keras.resize import scale_learning_rate, tell_resize
+from hvpipe.keras.resize import joined, scale_learning_rate, tell_resize
 from hvpipe.keras.variables import broadcast_variables, identity, native
 from hvpipe.session import Resize, Session
 
@@ -53,6 +54,21 @@ class _Kept:
 
 
 @dataclass(frozen=True)
+class _State:
+    """What this rank can provide, from the first attempt to recover until all ranks have agreed.
+
+    Attributes:
+        version: The last step whose state it is.
+        values: Variables, and their values after that step.
+        scaled: The numbers of ranks that the learning rate has followed, up to that step.
+    """
+
+    version: int
+    values: list[tuple[Any, Any]]
+    scaled: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class _Standing:
     """Where a rank was when it learned of the loss; all ranks exchange theirs.
 
@@ -62,7 +78,8 @@ class _Standing:
         ready: Whether it has prepared its model for the train function.
         result: The result of the last section.
         ended: Whether it has read an epoch's data to the end, but not finished the epoch.
-        begun: The last step that it has begun.
+        begun: The last step that it has begun, and goes on to.
+        scaled: The numbers of ranks that its learning rate has followed.
     """
 
     version: int
@@ -71,6 +88,7 @@ class _Standing:
     result: Any
     ended: bool
     begun: int
+    scaled: tuple[int, ...]
 
 
 class Elastic:
@@ -93,6 +111,10 @@ class Elastic:
         self._result: Any = None
         self._kept: dict[int, _Kept] = {}  # by step
         self._before_flush: _Kept | None = None
+        self._state: _State | None = None  # within a recovery, because a first attempt changes variables
+        self._target = 0  # within a recovery: the last step to repeat
+        self._change: Resize | None = None  # that on_resize was not told yet
+        self._scaled: tuple[int, ...] = (session.world.size,)
         self._inner: Callable[[Any], Any] | None = None
         self._iterator: Any = None
         self._logs: Any = None
@@ -207,6 +229,15 @@ class Elastic:
             return kept.version + 1, None
         return kept.version, kept
 
+    def _state_here(self) -> _State:
+        """Return the last state that is complete here, by reference."""
+        version, holder = self._stands_at()
+        if not self._steps.ready:
+            return _State(version, [], self._scaled)
+        held = {identity(v): (v, value) for v, value in (holder.shared if holder is not None else ())}
+        now = {identity(v): (v, native(v).read_value()) for v in (*self._shared(), *self._own())}
+        return _State(version, [*(now | held).values()], self._scaled)
+
     # --- Recovery -------------------------------------------------------------------------------------------
 
     def _recover_from(self, error: Exception) -> None:
@@ -223,42 +254,52 @@ class Elastic:
                 self._recovering = False
 
     def _recover(self) -> None:
+        """Agree on a state, restore it, and repeat the steps after it; again if a rank is lost meanwhile."""
         begun_s = time.monotonic()
-        version, holder = self._stands_at()
-        change = self._session.go_on_without_lost()
+        if self._state is None:
+            self._state = self._state_here()
+        self._target = max(self._target, self._begun)
+        now = self._session.go_on_without_lost()
+        self._change = change = now if self._change is None else joined(self._change, now)
         self._steps.forget_under_way()
         mine = _Standing(
-            version, self._sections, self._steps.ready, self._result, self.data.ended, self._begun
+            *(self._state.version, self._sections, self._steps.ready, self._result),
+            *(self.data.ended, self._target, self._state.scaled),
         )
         everyone: list[_Standing] = self._session.engine.allgather_object(mine)
         agreed = max(standing.version for standing in everyone)
-        target = self._begun
+        scaled = self._state.scaled
         if all(standing.ready for standing in everyone):
-            self._restore(agreed, holder, [standing.version for standing in everyone])
+            source = self._restore(agreed, self._state, [standing.version for standing in everyone])
+            scaled = scaled if source is None else everyone[source].scaled
         else:
             self._steps.ready = False  # all ranks take rank 0's state at the step that is repeated
         self._finish_sections(everyone)
         self._begun = self._ran = agreed
-        self._kept = {}
+        self._kept, self._before_flush, self._state = {}, None, None
         self.data.rewind(agreed)
-        scale_learning_rate(self._session, self._model.optimizer, change)
+        self._steps.count_from(agreed)
+        self._scale_rate(scaled, max((standing.scaled for standing in everyone), key=len))
         self._tell(change, agreed, time.monotonic() - begun_s)
         tell_resize(change)
+        self._change = None
         self._leave_if_too_few(change, max(standing.begun for standing in everyone))
-        while self._begun < target or (self.data.ended and self.data.has_more()):
+        while self._begun < self._target or (self.data.ended and self.data.has_more()):
             batch = self.data.take(self._begun + 1, self._iterator)
             self._begun += 1
             self._run(batch)
+        self._target = 0
 
-    def _restore(self, agreed: int, holder: _Kept | None, versions: Sequence[int]) -> None:
-        """Set the state after step `agreed` on all ranks; collective."""
+    def _restore(self, agreed: int, state: _State, versions: Sequence[int]) -> int | None:
+        """Set the state after step `agreed` on all ranks; collective. Return the rank that it came from."""
         before_next = self._kept.get(agreed + 1)
-        values = [*(holder.shared if holder is not None else ()), *(before_next.own if before_next else ())]
-        for variable, value in values:
+        for variable, value in [*state.values, *(before_next.own if before_next else ())]:
             variable.assign(value)
-        if min(versions) < agreed:
-            broadcast_variables(self._shared(), versions.index(agreed))
+        source = versions.index(agreed) if min(versions) < agreed else None
+        if source is not None:
+            broadcast_variables(self._shared(), source)
         settle(self._model)
+        return source
 
     def _finish_sections(self, everyone: Sequence[_Standing]) -> None:
         """Let ranks that are behind take the result of a section that another has finished; collective."""
@@ -273,6 +314,16 @@ class Elastic:
             self.data.ended = self.data.ended and everyone[furthest].ended
 
     # --- What else changes ------------------------------------------------------------------------------
+
+    def _scale_rate(self, scaled: tuple[int, ...], furthest: tuple[int, ...]) -> None:
+        """Scale the learning rate for each number of ranks since those that it has followed.
+
+        If another rank is lost in a recovery, some ranks may have scaled, and others not yet. All do the same
+        multiplications, one after the other, so their rates have the same bits.
+        """
+        self._scaled = (*furthest, self._session.world.size)
+        for before, after in itertools.pairwise(self._scaled[len(scaled) - 1 :]):
+            scale_learning_rate(self._session, self._model.optimizer, before, after)
 
     def _tell(self, change: Resize, agreed: int, took_s: float) -> None:
         if change.rank == 0:

@@ -9,7 +9,7 @@ Every rank reads all batches in the same order, as with `shard`, and keeps those
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -88,18 +88,31 @@ class ElasticData:
             self._waiting.extendleft(reversed(batches))
             self.position -= len(batches)
 
-    def resume(self, epoch: int, batch: int, ranks: int) -> None:
-        """Continue in an epoch after so many of its batches, as `ranks` ranks counted them."""
+    def resume(self, epoch: int, batch: int, ranks: int, notes: Mapping[str, Any]) -> None:
+        """Continue in an epoch after so many of its batches, as `ranks` ranks counted them.
+
+        If `notes` say how many batches of the source that were, they are right: ranks may have been lost.
+        """
         if self._steps_per_epoch is None:
             for _ in range(2 * epoch if int(self._source.cardinality()) >= 0 else epoch):
                 self._begin(self._read_source())
         else:
             batch += epoch * self._steps_per_epoch
-        while self.position < batch * ranks:
+        name = "source" if self._steps_per_epoch is None else "position"
+        wanted = int(notes.get(name, notes.get("read", batch) * ranks))
+        while self.position < wanted:
             if not self._waiting:
                 self._waiting.append(next(self._iterator))
             self._waiting.popleft()
             self.position += 1
+
+    def notes(self, counted: int) -> dict[str, int]:
+        """Return what `resume` needs as `notes`, if `counted` steps have run in the epoch."""
+        if not self.shares_source:
+            return {}
+        if self._steps_per_epoch is not None:
+            return {"position": self.position}
+        return {"source": self.position} if counted else {}
 
     def batch(self) -> int | None:
         """Return what `resume` needs as `batch`; None if the steps of the epoch say it."""

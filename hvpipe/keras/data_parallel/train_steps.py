@@ -81,6 +81,7 @@ class TrainSteps:
         self._times_prepared = 0
         self._steps_seen = 0
         self._steps_run = 0  # those before a resume included
+        self._steps_before = 0  # a resume
         self._verify_every = verify_every
         session.sample_counters.append(self.train_counter)
         survives = session.settings.elastic and session.world.size > 1
@@ -166,6 +167,7 @@ class TrainSteps:
             if name in compression and compression[name].shape == tuple(variable.shape):
                 variable.assign(compression[name])
         self._steps_run = steps
+        self._steps_before = steps - self._steps_seen
         self._pending = self._pending or bool(sums)
 
     def unhook(self) -> None:
@@ -230,6 +232,11 @@ class TrainSteps:
         self._pending = False
         if self._hook is not None:
             self._hook.forget_under_way()
+
+    def count_from(self, done: int) -> None:
+        """Go on after this many steps: a rank that failed in the last of them has not counted it."""
+        self._steps_seen = done
+        self._steps_run = self._steps_before + done
 
     # --- The train function -------------------------------------------------------------------------------
 

@@ -107,6 +107,7 @@ def pipeline_parallel(
     ```
     """
     session = current()
+    session.warn_without_checks("pipeline_parallel")
     if isinstance(build_model, keras.Model):
         model, deferred = build_model, False
     elif callable(build_model) and not of_keras_2(build_model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -14,8 +15,9 @@ import tensorflow as tf
 from hvpipe.checkpoints.files import FileRecord
 from hvpipe.checkpoints.manifest import Manifest, Part, Position
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.checkpoint.data_position import Ranks, resumed_reading
+from hvpipe.keras.checkpoint.data_position import Ranks, Reading, resumed_reading
 from hvpipe.keras.data_parallel import shards
+from hvpipe.keras.data_parallel.elastic_data import ElasticData
 from hvpipe.keras.fit_call import FitCall
 
 BATCHES, BATCH = 6, 2
@@ -56,8 +58,8 @@ def arrays() -> Any:
     return np.arange(BATCHES * BATCH)
 
 
-def manifest(epoch: int, batch: int, ranks: int, epoch_samples: int) -> Manifest:
-    parts = tuple(Part(rank, FileRecord("", 0, ""), ()) for rank in range(ranks))
+def manifest(epoch: int, batch: int, ranks: int, epoch_samples: int, **notes: int) -> Manifest:
+    parts = tuple(Part(rank, FileRecord("", 0, ""), (), notes=notes) for rank in range(ranks))
     step = epoch * BATCHES + batch
     samples = epoch * BATCHES * BATCH + epoch_samples
     return Manifest("0", "data_parallel", Position(step, epoch, batch, samples, epoch_samples), {}, parts)
@@ -146,6 +148,43 @@ def test_on_fewer_ranks_where_no_batch_begins_there(caplog: pytest.LogCaptureFix
     whole = train(shuffled(), None)
     assert [seen[i % 2][i // 2] for i in range(2)] == whole[4:6]
     assert "cannot continue at exactly the same sample" in caplog.text
+
+
+def test_the_second_resume_after_a_change_of_ranks() -> None:
+    """Regression: one batch on one rank, then one round on two. By steps it would be four batches."""
+    position = manifest(EPOCH, 2, 2, 3 * BATCH, source=3)
+    seen = [train(shard(shuffled(), rank, 2), None, (position, Ranks(rank, 2))) for rank in (0, 1)]
+    epoch = train(shuffled(), None)[EPOCH * BATCHES : (EPOCH + 1) * BATCHES]
+    assert [seen[i % 2][i // 2] for i in range(2)] == epoch[3:5]
+
+
+def test_the_second_resume_of_a_dataset_that_repeats() -> None:
+    """Other ranks had trained in the first epochs, with fewer batches for each."""
+    position = manifest(EPOCH, SKIPPED, 1, SKIPPED * BATCH, read=5)
+    assert train(repeated(), 4, (position, Ranks(0, 1))) == train(repeated(), 4)[5:][: 8 - SKIPPED]
+
+
+def test_what_a_checkpoint_notes() -> None:
+    assert Reading(None, 2).notes(5, 3) == {}
+    assert Reading(None, 2, source=4).notes(5, 3) == {"source": 19}
+    assert Reading(None, 2, read=4).notes(5, 3) == {"read": 9}
+
+
+def test_an_elastic_job_resumes_after_the_last_batch() -> None:
+    """Regression: three ranks, then two, have trained on five batches. The half of five was rounded down."""
+    session: Any = SimpleNamespace(world=SimpleNamespace(rank=0, size=3))
+    source = tf.data.Dataset.range(9)
+    data = ElasticData(session, source, None)
+    batches = data.epoch(lambda: None, lambda: None)
+    _, _, iterator = next(batches)
+    assert int(data.take(1, iterator)) == 0
+    session.world.size = 2
+    assert int(data.take(2, iterator)) == 3
+    notes = data.notes(2)
+    resumed = ElasticData(session, source, None)
+    _, _, iterator = next(resumed.epoch(lambda: None, lambda: None))
+    resumed.resume(0, data.batch() or 0, 2, notes)
+    assert int(resumed.take(1, iterator)) == 5
 
 
 def test_data_that_ends_too_early() -> None:

@@ -11,11 +11,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from checkpoint_files import newest_step
 from distributed import environment, launch
+from hvpipe.checkpoints.every import parse_every
+from hvpipe.comm.settings import Settings
 from hvpipe.commands.supervise import kill_session
+from hvpipe.keras.checkpoint.checkpointed_fit import CheckpointedFit, CheckpointOptions
+from hvpipe.keras.checkpoint.preemption import StopRequest
 
 JOB = Path(__file__).parents[2] / "support" / "checkpointed_job.py"
 LIMIT_S = 240.0
@@ -145,3 +152,63 @@ def test_killed_at_any_moment_while_it_writes(tmp_path: Path, wanted: str) -> No
     assert result.returncode == 0, result.describe()
     assert "DAMAGED" not in result.output
     assert state_in(result.output) == wanted
+
+
+class StandIn:
+    """What a CheckpointedFit sees of its session, engine and state, on rank 0 of two."""
+
+    kind, shares_data, lost = "data_parallel", True, None
+    settings = Settings()
+
+    def __init__(self) -> None:
+        self.session = self.engine = self
+        self.world = SimpleNamespace(rank=0, size=2)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a call that does nothing, or returns what one rank alone would."""
+        alone: dict[str, Any] = {
+            "agree": lambda what, value=0.0: [value],
+            "allgather_object": lambda value: [value],
+            "batch": lambda counted: counted,
+            "broadcast_object": lambda value: value,
+            "can_write": lambda: True,
+            "description": dict,
+            "requests": lambda: 0,
+            "run_section": lambda call: call(),
+            "samples": lambda: 0.0,
+            "to_write": dict,
+            "too_few": lambda: self.world.size < 2,
+        }
+        return alone.get(name, lambda *_: None)
+
+
+def test_a_checkpoint_that_a_lost_rank_was_writing_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: too few ranks were left, and said that it was complete. The old writer waited for 300 s."""
+    standin = StandIn()
+    monkeypatch.setattr("hvpipe.keras.checkpoint.checkpointed_fit.training_state", lambda model: standin)
+    options = CheckpointOptions(tmp_path, parse_every("1epoch"), 3)
+    model = SimpleNamespace(train_function=lambda batches: {}, steps_per_execution=1, stop_training=False)
+    fit = CheckpointedFit(options, model, [])
+    fit.begin({"steps": 1})
+    fit.begin_epoch(0)
+    assert fit._train(None) == {}
+    monkeypatch.setattr(fit._timer, "due", lambda step, epochs: True)
+    fit.end_epoch(0)  # rank 1 is lost before it has written its part
+    standin.world = SimpleNamespace(rank=0, size=1)
+    with pytest.raises(SystemExit) as ended:
+        fit.at_boundary()
+    assert ended.value.code == 69
+    assert newest_step(tmp_path) == 1
+
+
+def test_the_recorder_notices_sigterm_after_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: Python set the default action in place of the recorder's handler."""
+    before, marked = signal.getsignal(signal.SIGTERM), []
+    core = SimpleNamespace(mark_signals=lambda: marked.append(signal.getsignal(signal.SIGTERM)))
+    monkeypatch.setattr("hvpipe.comm.flight_record._core", core)
+    with StopRequest(None, 0).listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert marked == [before]
+    assert marked == [before, before]

@@ -9,6 +9,63 @@ from typing import Any
 import numpy as np
 
 from distributed import launch
+from hvpipe.checkpoints import folder as folders
+from hvpipe.checkpoints.manifest import read_manifest
+
+# Stops after some batches. Weights show how often each sample was trained on, in how large batches.
+COUNTING = """
+import json, sys, time
+import keras, numpy as np, tensorflow as tf
+import hvpipe, hvpipe.keras as hk
+
+class StopAt(keras.callbacks.Callback):
+    reads_weights = stops_training = False
+    left = int(sys.argv[2])
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        time.sleep(0.2)  # for the checkpoint
+        if self.left == 0:
+            checkpoint._running.fit._writer.wait()
+            raise KeyboardInterrupt
+
+hvpipe.init()
+SAMPLES = 24
+layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+model = keras.Sequential([keras.Input((SAMPLES,)), layer])
+model.compile(keras.optimizers.SGD(-1.0), lambda wanted, found: keras.ops.mean(found))
+hk.data_parallel(model)
+arrays = np.eye(SAMPLES, dtype=np.float32), np.zeros((SAMPLES, 1))
+data = tf.data.Dataset.from_tensor_slices(arrays).batch(1)
+checkpoint = hk.Checkpoint(sys.argv[1], every="1steps")
+try:
+    model.fit(hk.shard(data), epochs=2, verbose=0, callbacks=[checkpoint, StopAt()])
+except KeyboardInterrupt:
+    pass
+else:
+    if hvpipe.rank() == 0:
+        print(json.dumps(model.get_weights()[0].ravel().tolist()), flush=True)
+hvpipe.shutdown()
+"""
+
+
+def test_again_within_the_same_epoch(tmp_path: Path) -> None:
+    """Regression: steps on 2 ranks and on 3 were added up, and the next resume read over too many batches."""
+    script, folder = tmp_path / "job.py", tmp_path / "run"
+    script.write_text(COUNTING)
+    saved = []
+    for size, batches in ((2, 12 + 6), (3, 4), (3, -1)):
+        result = launch(size, [script, str(folder), str(batches)], limit_s=240)
+        assert result.returncode == 0, result.describe()
+        saved.append(read_manifest(folders.complete(folder)[0]).position)
+    assert [position.epoch for position in saved] == [1, 1, 2]
+    before = saved[0].epoch_samples
+    assert 0 < before < saved[1].epoch_samples
+    (found,) = (json.loads(line) for line in result.output.splitlines() if line.startswith("["))
+    rounds = (24 - before) // 3
+    wanted = [1 / 2] * before + [1 / 3] * (3 * rounds) + [0.0] * (24 - before - 3 * rounds)
+    np.testing.assert_allclose(np.array(found) - 1 / 2, wanted, rtol=0, atol=1e-6)
+
 
 SCRIPT = """
 import json, sys

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,58 @@ import pytest
 
 from bench.elastic import job
 from distributed import Run, run
+from hvpipe.checkpoints import folder as folders
+from hvpipe.checkpoints.manifest import read_manifest
+from hvpipe.errors import PeerError
+from hvpipe.keras.data_parallel import elastic
+from hvpipe.session import Resize
 
 LIMIT_S = 240.0
+_IMPORTS = f"""
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, {str(Path(job.__file__).parents[2])!r})
+from bench.elastic import job
+"""
+_MAIN = """
+job.folder = Path(sys.argv[1])
+job.main(sys.argv[2], sys.argv[3:])
+"""
+# The job, in which rank 1 dies while all that are left recover from the loss of another rank.
+SECOND_LOSS = f"""{_IMPORTS}
+from hvpipe.session import Session
+
+go_on = Session.go_on_without_lost
+
+
+def dies_after(self):
+    change = go_on(self)
+    if change.old_rank == 1:
+        time.sleep(0.5)  # the others wait for it, to agree on a step
+        job.die()
+    return change
+
+
+Session.go_on_without_lost = dies_after
+{_MAIN}"""
+# The job, in which rank 1 dies while it writes its part of the last checkpoint.
+LOSS_AT_THE_END = f"""{_IMPORTS}
+import hvpipe
+from hvpipe.checkpoints.writer import Writer
+
+write_part = Writer._write_part
+
+
+def dies_first(self, place, snapshot):
+    if hvpipe.rank() == 1 and hvpipe.size() == 3:
+        job.die()
+    write_part(self, place, snapshot)
+
+
+Writer._write_part = dies_first
+{_MAIN}"""
 HVPIPE = (sys.executable, "-m", "hvpipe", "run", "--elastic", "--no-summary")
 
 
@@ -32,9 +83,11 @@ class Elastic:
         return [(step, size) for step, size, _ in self.told[0]["changes"]]
 
 
-def train(folder: Path, ranks: int, overlap: str, kills: Sequence[str], *options: str) -> Elastic:
+def train(
+    folder: Path, ranks: int, overlap: str, kills: Sequence[str], *options: str, script: str = job.__file__
+) -> Elastic:
     folder.mkdir(exist_ok=True)
-    command = [*HVPIPE, "-np", str(ranks), *options, job.__file__, str(folder), overlap, *kills]
+    command = [*HVPIPE, "-np", str(ranks), *options, script, str(folder), overlap, *kills]
     result = run(command, limit_s=LIMIT_S, env={"CHECKPOINTS": "1"} if "--min-np" in options else None)
     return Elastic(
         result,
@@ -77,6 +130,34 @@ def test_the_others_go_on(
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
 
 
+def test_a_second_loss_while_the_others_recover(tmp_path: Path) -> None:
+    """The sums of step 5 are missing in the flush at the epoch's end, so step 4 is the last, for good."""
+    script = tmp_path / "second_loss.py"
+    script.write_text(SECOND_LOSS)
+    scaling = ("--lr-scaling", "linear")
+    found = train(tmp_path, 4, "step", ["2:5:backward"], *scaling, script=str(script))
+    assert found.result.returncode == 0, found.result.describe()
+    assert found.changes() == [(4, 2)]
+    assert [told["changes"][0][2] for told in found.told] == [[1, 2]] * 2
+    assert [told["rate"] for told in found.told] == pytest.approx([0.025, 0.025])
+    reference = job.reference(found.changes(), found.told[0]["epoch_ends"], 4, factor=0.5)
+    for weights in found.weights:
+        for mine, wanted in zip(weights, reference, strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_loss_in_the_last_checkpoint(tmp_path: Path) -> None:
+    """Regression: it ended the job with an error. Those that are left write the checkpoint again."""
+    script = tmp_path / "loss_at_the_end.py"
+    script.write_text(LOSS_AT_THE_END)
+    found = train(tmp_path, 3, "step", [], "--min-np", "1", script=str(script))
+    assert found.result.returncode == 0, found.result.describe()
+    (step,) = [step for step, _ in found.changes()]
+    (place,) = folders.complete(tmp_path / "checkpoints")
+    manifest = read_manifest(place)
+    assert (manifest.position.step, manifest.ranks) == (step, 2)
+
+
 def test_too_few_ranks_write_a_checkpoint_and_exit_with_69(tmp_path: Path) -> None:
     """The next start continues from it. The learning rate follows the number of ranks, here 2, 1 and 2."""
     options = ("--min-np", "2", "--lr-scaling", "linear")
@@ -88,6 +169,101 @@ def test_too_few_ranks_write_a_checkpoint_and_exit_with_69(tmp_path: Path) -> No
     assert again.result.returncode == 0, again.result.describe()
     assert "training resumes from" in again.result.output
     assert [told["rate"] for told in again.told] == pytest.approx([0.05, 0.05])
+
+
+class StandIn:
+    """What an Elastic sees of its session and of its steps, on the first rank of a job that loses two of 4.
+
+    Args:
+        others: For each exchange, the answers of the other ranks as changes of this rank's; None: it fails.
+    """
+
+    def __init__(self, others: Sequence[list[dict[str, Any]] | None]) -> None:
+        self.world = SimpleNamespace(rank=0, size=4)
+        self.settings = SimpleNamespace(lr_scaling="linear", min_ranks=1)
+        self.engine, self._others = self, list(others)
+        self.ready, self.waits, self.updates_piecewise = True, False, False
+        self.done: list[int] = []
+        self.versions: list[int] = []  # that this rank has offered
+
+    def has_lost_ranks(self) -> bool:
+        return True
+
+    def go_on_without_lost(self) -> Resize:
+        self.world.size -= 1
+        return Resize(self.world.size + 1, self.world.size, 0, 0, (1,))
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        others = self._others.pop(0)
+        self.versions.append(value.version)
+        if others is None:
+            raise PeerError("another rank is lost")
+        return [value, *(replace(value, **other) for other in others)]
+
+    def forget_under_way(self) -> None:
+        self.waits = False
+
+    def updates(self) -> None:
+        pass
+
+    def counting_variables(self) -> list[Any]:
+        return []
+
+    def count_from(self, done: int) -> None:
+        self.done.append(done)
+
+
+def recovered(standin: StandIn, losses: int) -> float:
+    """Return the learning rate of a rank that notices so many losses, one after the other."""
+    model = job.make_model(False)
+    model.optimizer.build(model.trainable_variables)
+    left = [PeerError("a rank is lost")] * losses
+
+    def call() -> None:
+        if left:
+            raise left.pop()
+
+    elastic.Elastic(standin, model, standin).section(call)  # type: ignore[arg-type]
+    return float(model.optimizer.learning_rate)
+
+
+def test_learning_rates_stay_equal_if_a_second_loss_meets_ranks_at_different_points(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One rank has recovered from the first loss, and one has not."""
+    told: list[Resize] = []
+    monkeypatch.setattr("hvpipe.keras.resize._hooks", [told.append])
+    ahead = recovered(StandIn([[{}, {}], [{"scaled": (4,)}]]), losses=2)
+    assert [(change.old_size, change.size, change.lost) for change in told] == [(4, 3, (1,)), (3, 2, (1,))]
+    told.clear()
+    behind = recovered(StandIn([None, [{"scaled": (4, 3)}]]), losses=1)
+    assert [(change.old_size, change.size, change.lost) for change in told] == [(4, 2, (1, 2))]
+    assert ahead == behind == pytest.approx(0.025)
+
+
+def test_an_update_that_waits_is_not_taken_for_done_after_a_second_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the first attempt forgets what is under way, and the second saw that nothing waits."""
+    monkeypatch.setattr(elastic, "broadcast_variables", lambda variables, root: None)
+    standin = StandIn([None, [{"version": 0}]])
+    standin.waits = True
+    model = job.make_model(False)
+    model.optimizer.build(model.trainable_variables)
+
+    def flush() -> None:
+        raise PeerError("a rank is lost")
+
+    elastic.Elastic(standin, model, standin).flush(flush)  # type: ignore[arg-type]
+    assert standin.versions == [-1, -1]
+
+
+def test_a_step_that_comes_from_another_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with --verify, ranks compared weights at different steps from then on."""
+    monkeypatch.setattr(elastic, "broadcast_variables", lambda variables, root: None)
+    standin = StandIn([[{}, {"version": 1, "scaled": (4,)}]])
+    recovered(standin, losses=1)
+    assert standin.done == [1]
 
 
 def test_without_ulfm_elastic_is_refused(tmp_path: Path) -> None:
