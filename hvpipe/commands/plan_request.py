@@ -13,6 +13,7 @@ from hvpipe.plan.baselines import BASELINES, baseline, is_random, random_plans
 from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import fitting, partition
 from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.stage_plan import Plan
 from hvpipe.search.choice import MODES, Candidate, find
 from hvpipe.search.judge import MANY_DEVICES
 from hvpipe.search.options import PipeliningChoice
@@ -140,6 +141,12 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
         found, chosen = tuple(searched), _best(searched, request)
     else:
         chosen = _by_method(request).check_memory(request.cluster)
+        if chosen.plan.pipelining.least_stages > len(chosen.plan.stages):
+            raise PlanError(
+                "The stages to recompute should be stages of the plan: choose others, or another method. "
+                f"Received: recompute={request.choice.recompute}, method={request.method!r}, "
+                f"which makes stages={len(chosen.plan.stages)}"
+            )
     others: dict[str, Forecast | None] = {}
     fitting: dict[str, int] = {}
     if with_baselines:
@@ -162,19 +169,31 @@ def _for_baselines(request: PlanRequest, chosen: Forecast) -> Pipelining:
 
 
 def _with_the_fastest(result: PlanResult) -> PlanResult:
-    """Return the result with the fastest runnable plan as its choice: never a baseline that is faster.
+    """Return the result with the fastest plan as its choice, and without figures of a faster baseline.
 
-    Placements that are no pipeline cannot be run. If one is faster, its figures are left out.
+    A faster baseline becomes the choice if it is a pipeline, and as asked for. Otherwise it is left out.
     """
     chosen, baselines = result.chosen, dict(result.baselines)
     for name, one in result.baselines.items():
         if one is None or one.step_s >= chosen.step_s:
             continue
-        if one.plan.contiguous and result.request.mode in ("auto", "pipeline"):
+        if _answers(one.plan, result.request):
             chosen = one
         else:
             del baselines[name]
     return replace(result, chosen=chosen, baselines=baselines)
+
+
+def _answers(plan: Plan, request: PlanRequest) -> bool:
+    """Tell whether a plan is a pipeline with the stages, schedule and recomputation asked for."""
+    how, choice = plan.pipelining, request.choice
+    return (
+        plan.contiguous
+        and request.mode in ("auto", "pipeline")
+        and request.stages in (None, len(plan.stages))
+        and choice.schedule in ("auto", how.schedule)
+        and how.least_stages <= len(plan.stages)
+    )
 
 
 def best_microbatches(

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
 from hvpipe.schedule.plan_schedule import schedule_of
 from hvpipe.schedule.schedule import Schedule
+from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.specs.profile import Profile
@@ -166,6 +168,41 @@ def test_a_baseline_that_lacks_memory_is_marked() -> None:
     assert given.baselines["even"] is None
     assert re.search(r"\neven +lacks memory\n", to_text(given, lambda one: ""))
     assert not given.chosen.shortages(question.cluster)
+
+
+@pytest.mark.parametrize(
+    ("stages", "choice"),
+    [
+        (3, PipeliningChoice()),
+        (4, PipeliningChoice("interleaved")),
+        (None, PipeliningChoice("interleaved")),
+        (3, PipeliningChoice(recompute=(2,))),
+        (None, PipeliningChoice(recompute=(2,))),
+    ],
+)
+def test_a_baseline_is_not_chosen_against_what_is_asked_for(
+    stages: int | None, choice: PipeliningChoice
+) -> None:
+    """Regression: m_topo leaves everything on one device here, which is fastest over slow links."""
+    profile = chain(30e-3, 3e-3, 3e-3, 3e-3, output_bytes=10**6, weight_bytes=10**6)
+    heavy = replace(profile.layers[0], weight_bytes=10**8)
+    profile = replace(profile, layers=(heavy, *profile.layers[1:]))
+    result = make_plan(PlanRequest(profile, equal_cluster(3, Link(1e-3, 1e6)), choice, stages, "pipeline"))
+    plan = result.chosen.plan
+    assert stages in (None, len(plan.stages))
+    assert choice.schedule in ("auto", plan.pipelining.schedule)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    for one in result.baselines.values():
+        assert one is None or one.step_s >= result.chosen.step_s
+
+
+def test_a_method_without_the_stages_to_recompute_is_an_error() -> None:
+    """Regression: the plan that was written could not be read."""
+    choice = PipeliningChoice("1f1b", recompute=(2,))
+    profile = chain(1, 1, 1, 1)
+    profile = replace(profile, layers=(replace(profile.layers[0], weight_bytes=100), *profile.layers[1:]))
+    with pytest.raises(PlanError, match=r"recompute=\(2,\), method='m_topo', which makes stages=1"):
+        make_plan(PlanRequest(profile, equal_cluster(3), choice, 3, method="m_topo"))
 
 
 def test_a_method_that_does_not_fit_is_an_error() -> None:
