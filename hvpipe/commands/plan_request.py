@@ -32,6 +32,9 @@ MOST_SAMPLES = 10**9
 MOST_MICROBATCHES, MOST_TRIED = 1 << 16, 1 << 10
 """The most micro-batches of a step, and the most that `--microbatches auto` tries."""
 
+_WHOLE_SEARCHES = 3
+"""If no number of micro-batches has a plan, at most so many are searched again, with all the work."""
+
 DRAWS = 100
 """A random baseline is the median of this many random plans; of fewer if some do not fit."""
 
@@ -207,7 +210,7 @@ def best_microbatches(
     Args:
         request_with: Makes the request for a number of micro-batches.
         batch_size: Samples per step.
-        budget: The work of all searches, in simulated actions.
+        budget: The work of all searches together, in simulated actions; if they find nothing, of another one.
 
     Returns:
         The request with the best number.
@@ -215,23 +218,38 @@ def best_microbatches(
     Raises:
         HvpipeError: If no number has a plan; it is the error for the last number.
     """
+    counts = counts_to_try(batch_size)
     best: tuple[float, PlanRequest] | None = None
     refused: HvpipeError | None = None
-    counts = counts_to_try(batch_size)
     for count in counts:
-        try:
-            request = request_with(count)
-            result = make_plan(request, with_baselines=False, budget=budget // len(counts))
-        except HvpipeError as error:
-            refused = error
-            continue
-        if best is None or result.chosen.step_s < best[0]:
-            best = result.chosen.step_s, request
+        best, refused = _better(best, request_with, count, budget // len(counts))
+    if best is None and isinstance(refused, PlanError):
+        # A part of the work may not find a plan that fits. The smallest micro-batches need least memory.
+        for count in counts[::-1][:_WHOLE_SEARCHES]:
+            shortest_s = math.inf if best is None else best[0]
+            best, refused = _better(best, request_with, count, budget)
+            if best is None or best[0] >= shortest_s:
+                break
     if best is None:
         raise refused or HvpipeError(
             f"A batch should have at least one sample. Received: batch_size={batch_size}"
         )
     return best[1]
+
+
+def _better(
+    best: tuple[float, PlanRequest] | None,
+    request_with: Callable[[int], PlanRequest],
+    count: int,
+    budget: int,
+) -> tuple[tuple[float, PlanRequest] | None, HvpipeError | None]:
+    """Return the best step with its request, after a number of micro-batches; and why that has no plan."""
+    try:
+        request = request_with(count)
+        step_s = make_plan(request, with_baselines=False, budget=budget).chosen.step_s
+    except HvpipeError as error:
+        return best, error
+    return ((step_s, request) if best is None or step_s < best[0] else best), None
 
 
 def counts_to_try(batch_size: int) -> list[int]:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from hvpipe import cli
+from hvpipe.commands import plan_request
 from hvpipe.commands.plan import in_flags
 from hvpipe.commands.plan_report import to_text
 from hvpipe.commands.plan_request import (
     METHODS,
     PlanRequest,
     PlanResult,
+    best_microbatches,
     counts_to_try,
     make_plan,
     read_profile,
@@ -29,7 +31,9 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
 from hvpipe.schedule.plan_schedule import schedule_of
 from hvpipe.schedule.schedule import Schedule
+from hvpipe.search.choice import Candidate, find
 from hvpipe.search.options import PipeliningChoice
+from hvpipe.search.search import BUDGET
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.specs.profile import Profile
@@ -246,6 +250,26 @@ def test_the_command_prints_and_writes_a_plan(
 )
 def test_divisors_of_the_batch_are_tried(batch_size: int, counts: list[int]) -> None:
     assert counts_to_try(batch_size) == counts
+
+
+def test_a_part_of_the_work_refuses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each number of micro-batches had a part of the work, and scarce memory needs all of it."""
+    asked = []
+
+    def scarce(*given: Any) -> list[Candidate]:
+        asked.append((given[2].microbatches, given[-1]))
+        if given[-1] < BUDGET or given[2].microbatches < 4:
+            return [Candidate(mode, None, "lacks memory") for mode in given[-2]]
+        return find(*given)
+
+    monkeypatch.setattr(plan_request, "find", scarce)
+
+    def request_with(count: int) -> PlanRequest:
+        return PlanRequest(chain(1, 1), equal_cluster(2), PipeliningChoice(microbatches=count))
+
+    assert best_microbatches(request_with, 8).choice.microbatches == 4
+    part = BUDGET // 4
+    assert asked == [(1, part), (2, part), (4, part), (8, part), (8, BUDGET), (4, BUDGET), (2, BUDGET)]
 
 
 def test_json_output(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
