@@ -30,7 +30,7 @@ def read_graph(source: Path, slots_per_weight: float) -> tuple[list[LayerCost], 
                 f"Received: {line[:60]!r}"
             )
     # Nodes are numbered in the order in which the model ran; the file lists them in no order.
-    layers.sort(key=lambda layer: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", layer.name)])
+    layers.sort(key=lambda layer: [int(t) if t.isdecimal() else t for t in re.split(r"(\d+)", layer.name)])
     return layers, edges
 
 
