@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpipe import cli
@@ -62,6 +62,7 @@ def documents(draw: st.DrawFn) -> tuple[str, str]:
     return json.dumps(profile), json.dumps(cluster)
 
 
+@settings(max_examples=max(200, settings().max_examples))
 @given(documents())
 def test_a_malformed_file_is_one_line(
     tmp_path_factory: pytest.TempPathFactory, given: tuple[str, str]
