@@ -134,22 +134,18 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
     _check(request)
     found: tuple[Candidate, ...] = ()
     if request.method == SEARCH:
-        several = request.stages is not None and request.stages > 1
-        considered = MODES[1:] if several else MODES  # the first mode, data parallel, has one stage
-        modes = considered if request.mode == "auto" else (request.mode,)
-        choice = request.choice
         searched = find(
-            request.profile, request.cluster, choice, request.stages, request.samples, modes, budget
+            request.profile,
+            request.cluster,
+            request.choice,
+            request.stages,
+            request.samples,
+            _modes(request),
+            budget,
         )
-        found, chosen = tuple(searched), _best(searched, request)
+        found, chosen = tuple(searched), _best(searched, request, budget)
     else:
-        chosen = _by_method(request).check_memory(request.cluster)
-        if chosen.plan.pipelining.least_stages > len(chosen.plan.stages):
-            raise PlanError(
-                "The stages to recompute should be stages of the plan: choose others, or another method. "
-                f"Received: recompute={request.choice.recompute}, method={request.method!r}, "
-                f"which makes stages={len(chosen.plan.stages)}"
-            )
+        chosen = _by_method(request, budget)
     others: dict[str, Forecast | None] = {}
     fitting: dict[str, int] = {}
     if with_baselines:
@@ -303,7 +299,7 @@ def _check(request: PlanRequest) -> None:
         )
 
 
-def _best(found: Sequence[Candidate], request: PlanRequest) -> Forecast:
+def _best(found: Sequence[Candidate], request: PlanRequest, budget: int) -> Forecast:
     if found[0].forecast is not None:
         return found[0].forecast
     refusals = {one.mode: one.refused for one in found}
@@ -312,7 +308,38 @@ def _best(found: Sequence[Candidate], request: PlanRequest) -> Forecast:
     if request.mode == "auto":
         pipeline = refusals["pipeline"].removesuffix(".")
         raise PlanError(f"{pipeline}. Nor does it fit in the modes data and hybrid.")
-    raise PlanError(f"The model should fit the devices. Received: {request.mode}: {refusals[request.mode]}")
+    raise PlanError(
+        f"The model should fit the devices. Received: {request.mode}: "
+        f"{refusals[request.mode].removesuffix('.')}. {_other_way(request, budget)}"
+    )
+
+
+def _other_way(request: PlanRequest, budget: int) -> str:
+    """Say which mode or method has a plan that fits; or if none, what a pipeline lacks."""
+    modes = [mode for mode in _modes(replace(request, mode="auto")) if mode != request.mode]
+    found = find(
+        request.profile,
+        request.cluster,
+        request.choice,
+        request.stages,
+        request.samples,
+        modes,
+        max(1, budget // 4),
+    )
+    mode = "pipeline" if found[0].forecast is None else found[0].mode
+    flags = f"--mode {mode}" if request.method == SEARCH else f"--method {SEARCH} --mode {mode}"
+    if found[0].forecast is not None:
+        return f"It would fit with {flags}."
+    refused = next(one.refused for one in found if one.mode == "pipeline")
+    return f"Nor does it fit with {flags}: {refused}"
+
+
+def _modes(request: PlanRequest) -> Sequence[str]:
+    """Return the modes to search."""
+    if request.mode != "auto":
+        return (request.mode,)
+    several = request.stages is not None and request.stages > 1
+    return MODES[1:] if several else MODES  # the first mode, data parallel, has one stage
 
 
 def _all_stages(request: PlanRequest) -> int:
@@ -328,7 +355,26 @@ def _all_stages(request: PlanRequest) -> int:
     return min(devices, layers // how.chunks, how.microbatches) * how.chunks
 
 
-def _by_method(request: PlanRequest) -> Forecast:
+def _by_method(request: PlanRequest, budget: int) -> Forecast:
+    """Return the forecast of the plan by a method other than the search."""
+    how = request.choice.usual
+    try:
+        found = _made_by_method(request).check_memory(request.cluster)
+    except PlanError as error:
+        message = str(error)
+        if "memory" in message and "It would fit" not in message:
+            message = f"{message.removesuffix('.')}. {_other_way(request, budget)}"
+        raise PlanError(message) from error
+    if how.least_stages > len(found.plan.stages):
+        raise PlanError(
+            "The stages to recompute should be stages of the plan: choose others, or another method. "
+            f"Received: recompute={how.recompute}, method={request.method!r}, "
+            f"which makes stages={len(found.plan.stages)}"
+        )
+    return found
+
+
+def _made_by_method(request: PlanRequest) -> Forecast:
     profile, cluster, how = request.profile, request.cluster, request.choice.usual
     if request.method == "greedy":
         plan = partition(profile, cluster, request.stages, how)

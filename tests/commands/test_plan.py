@@ -538,3 +538,37 @@ def test_a_large_plan_is_summarised() -> None:
 def test_remedies_are_flags() -> None:
     message = 'It would fit with schedule="1f1b", or recompute=True.'
     assert in_flags(message) == "It would fit with --schedule 1f1b, or --recompute."
+    message = 'with 6 stages and 6 micro-batches, or 16 smaller micro-batches of 4 with schedule="1f1b".'
+    flags = "with --stages 6 --microbatches 6, or --batch-size 64 --microbatches 16 --schedule 1f1b."
+    assert in_flags(message) == flags
+    assert in_flags(message, has_batch_size=True) == flags.replace("--batch-size 64 ", "")
+    message = "use partition for more. Received: recompute=(5, 7)"
+    assert in_flags(message) == "use --method greedy for more. Received: --recompute-stages 5,7"
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "options", "says"),
+    [
+        (70, "--mode data", "Received: data: lacks memory .* It would fit with --mode pipeline."),
+        (70, "--mode hybrid", "Received: hybrid: lacks memory .* It would fit with --mode pipeline."),
+        (54, "--method even", "method='even'; h0: .* It would fit with --method search --mode pipeline."),
+        (54, "--method random", "placements fits .* It would fit with --method search --mode pipeline."),
+        (45, "--mode data", "Nor does it fit with --mode pipeline: .* fit with --stages 6 on 3 more"),
+        (45, "--method even", "Nor does it fit with --method search --mode pipeline: .* with --stages 6 on"),
+        (70, "--recompute-stages 5", "from 0 to 2. Received: --recompute-stages 5"),
+        (70, "--recompute-stages 5 --stages 3", "from 0 to 2. Received: --recompute-stages 5$"),
+        (70, "--recompute-stages 6", "Received: stage 6, layers=6$"),
+        (45, "--stages 2 --microbatches 2", "with --stages 6 --microbatches 6 on 3 more devices"),
+    ],
+)
+def test_a_refusal_names_flags(
+    room_bytes: int, options: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = tuple(LayerCost(f"l{i}", 1.0, 2.0, 10, 0, 1, 5) for i in range(6))
+    profile = Profile(layers, tuple((i, i + 1) for i in range(5)), batch_size=8)
+    profile.write(tmp_path / "p.json")
+    equal_cluster(3, memory_bytes=room_bytes).write(tmp_path / "c.json")
+    arguments = (str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.json"), "--no-baselines")
+    message = refusal(capsys, *arguments, *options.split())
+    assert re.search(says, message.strip()), message
+    assert "recompute=" not in message
