@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from hvpipe.errors import HvpipeError, PlanError
@@ -31,6 +32,9 @@ MOST_SAMPLES = 10**9
 
 MOST_MICROBATCHES, MOST_TRIED = 1 << 16, 1 << 10
 """The most micro-batches of a step, and the most that `--microbatches auto` tries."""
+
+_MOST_SIMULATED = 1 << 15
+"""With many devices, `--microbatches auto` tries numbers up to this many micro-batches times devices."""
 
 _WHOLE_SEARCHES = 3
 """If no number of micro-batches has a plan, at most so many are searched again, with all the work."""
@@ -217,6 +221,9 @@ def best_microbatches(
     counts = counts_to_try(batch_size)
     best: tuple[float, PlanRequest] | None = None
     refused: HvpipeError | None = None
+    first = request_with(1)
+    if len(first.cluster.devices) > MANY_DEVICES and first.method == SEARCH:
+        return _first_with_a_plan(request_with, _promising(first, counts), budget)
     for count in counts:
         best, refused = _better(best, request_with, count, budget // len(counts))
     if best is None and isinstance(refused, PlanError):
@@ -231,6 +238,37 @@ def best_microbatches(
             f"A batch should have at least one sample. Received: batch_size={batch_size}"
         )
     return best[1]
+
+
+def _promising(first: PlanRequest, counts: Sequence[int]) -> list[int]:
+    """Return the numbers of micro-batches for many devices, those with the shortest estimated step first.
+
+    The estimate has equal stages and replicas, and no transfers. Numbers whose simulation takes long are left
+    out, those with few micro-batches for each device excepted.
+    """
+    devices, layers = len(first.cluster.devices), len(first.profile.layers)
+    samples = first.profile.batch_size  # of one micro-batch, which is the batch
+
+    def estimate_s(count: int) -> float:
+        whole_s: float = first.profile.at_batch(math.ceil(samples / count)).compute_s
+        stages = (1 << power for power in range(min(devices, layers, count).bit_length()))
+        return whole_s * min((math.ceil(count / (devices // s)) + s - 1) / s for s in stages)
+
+    few = [count for count in counts if count * devices <= _MOST_SIMULATED] or list(counts[:1])
+    return sorted(few, key=lambda count: (estimate_s(count), count))
+
+
+def _first_with_a_plan(
+    request_with: Callable[[int], PlanRequest], counts: Sequence[int], budget: int
+) -> PlanRequest:
+    """Return the request with the first of these numbers of micro-batches that has a plan."""
+    refused: HvpipeError | None = None
+    for count, part in product(counts[:_WHOLE_SEARCHES], (budget // 8, budget)):
+        best, refused = _better(None, request_with, count, part)
+        if best is not None:
+            return best[1]
+    assert refused is not None
+    raise refused
 
 
 def _better(

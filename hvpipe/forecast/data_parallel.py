@@ -23,11 +23,11 @@ def whole_shares(count: int, weights: Sequence[float], least: int = 0) -> list[i
 
     No part is below `least`, even if the sum then exceeds `count`.
     """
-    exact = [count * weight / sum(weights) for weight in weights]
+    whole = sum(weights)
+    exact = [count * weight / whole for weight in weights]
     parts = [max(least, int(part)) for part in exact]
-    for place in sorted(range(len(parts)), key=lambda place: parts[place] - exact[place]):
-        if sum(parts) >= count:
-            break
+    by_remainder = sorted(range(len(parts)), key=lambda place: parts[place] - exact[place])
+    for place in by_remainder[: max(0, count - sum(parts))]:
         parts[place] += 1
     return parts
 

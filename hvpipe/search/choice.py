@@ -100,7 +100,8 @@ def find(
             results.append(Candidate(mode, _forecast(profile, cluster, found[mode])))
         elif mode == "hybrid":
             results.append(Candidate(mode, None, _no_hybrid(profile, cluster, choice, stages)))
-        elif found and len(cluster.devices) > MANY_DEVICES:  # explaining takes minutes
+        elif len(cluster.devices) > MANY_DEVICES and (found or any(one.forecast for one in results)):
+            # Explaining takes minutes.
             results.append(Candidate(mode, None, "lacks memory, or is far slower than the others"))
         else:
             results.append(_no_pipeline(profile, cluster, choice, stages))
