@@ -68,7 +68,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, metavar="N", help="samples per step (default: as profiled)")
     add("--graph-batch-size", type=int, metavar="N", help="samples of a PipeDream graph (default: 1)")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON")
-    add("--png", metavar="FILE", help="draw the timeline of the step as a picture")
+    add(
+        "--png",
+        metavar="FILE",
+        help="draw the timeline of the step as a picture; of a long step, how busy ranks are",
+    )
     add("--explain", action="store_true", help="say why each cut is where it is")
     add("--json", action="store_true", help="print JSON")
     add("--no-baselines", action="store_true", help="print the plan only")
@@ -81,7 +85,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     "pipeline", plan_request.py for other modes.
     """
     # These need NumPy, which no other command needs.
-    from hvpipe.commands.plan_report import is_large, title, to_json
+    from hvpipe.commands.plan_report import is_pictured, title, to_json
     from hvpipe.commands.plan_request import make_plan
     from hvpipe.trace.chart import draw_timeline, draw_utilization
 
@@ -92,10 +96,10 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise (PlanError if isinstance(error, PlanError) else HvpipeError)(message) from error
     if options.output is not None:
         result.chosen.plan.write(options.output)
-    if options.png is not None and is_large(result.chosen):
-        draw_utilization(result.chosen.utilization, options.png, title(result))
-    elif options.png is not None:
+    if options.png is not None and is_pictured(result.chosen):
         draw_timeline(result.chosen.trace, options.png, title(result))
+    elif options.png is not None:
+        draw_utilization(result.chosen.utilization, options.png, title(result))
     if options.json:
         print(json.dumps(to_json(result, explained=options.explain), indent=1))
     else:

@@ -14,7 +14,7 @@ from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
 
 FORMAT, VERSION = "hvpipe-plan-report", 1
 
-MOST_DRAWN, MOST_ACTIONS = 32, 50_000
+MOST_DRAWN, MOST_ACTIONS, MOST_PICTURED = 32, 50_000, 1000
 """Timelines have at most so many devices and actions; tables of stages have at most so many rows."""
 
 
@@ -80,8 +80,16 @@ def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained
 
 def is_large(one: Forecast) -> bool:
     """Tell whether a plan has too many devices or actions for a timeline."""
-    actions = 2 * len(one.plan.stages) * one.plan.pipelining.microbatches
-    return len(one.plan.ranks) > MOST_DRAWN or actions > MOST_ACTIONS
+    return len(one.plan.ranks) > MOST_DRAWN or _actions(one) > MOST_ACTIONS
+
+
+def is_pictured(one: Forecast) -> bool:
+    """Tell whether a plan has few enough devices and actions for a picture of its timeline."""
+    return not is_large(one) and _actions(one) <= MOST_PICTURED
+
+
+def _actions(one: Forecast) -> int:
+    return 2 * len(one.plan.stages) * one.plan.pipelining.microbatches
 
 
 def title(result: PlanResult) -> str:

@@ -37,6 +37,7 @@ from hvpipe.search.search import BUDGET
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.specs.profile import Profile
+from hvpipe.trace import chart
 from hvpipe.trace.events import Trace
 from model_graphs import chain
 
@@ -552,6 +553,25 @@ def test_a_large_plan_is_summarised() -> None:
     assert "the drawing" not in text
     assert "... 23 more" in text or "... 24 more" in text
     assert "The timeline is left out: 40 devices." in text
+
+
+@pytest.mark.parametrize(("microbatches", "drawn"), [(8, "draw_timeline"), (300, "draw_utilization")])
+def test_a_picture_of_a_long_step_shows_how_busy_ranks_are(
+    microbatches: int,
+    drawn: str,
+    cluster: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a timeline of 3,072 actions took 10 s to draw."""
+    called = []
+    for name in ("draw_timeline", "draw_utilization"):
+        monkeypatch.setattr(chart, name, lambda *given, name=name: called.append(name))
+    chain(1, 2).write(tmp_path / "p.json")
+    options = ("--microbatches", str(microbatches), "--stages", "2", "--method", "even", "--png", "x.png")
+    printed(capsys, str(tmp_path / "p.json"), "--cluster", cluster, "--no-baselines", *options)
+    assert called == [drawn]
 
 
 def test_remedies_are_flags() -> None:
