@@ -68,11 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, metavar="N", help="samples per step (default: as profiled)")
     add("--graph-batch-size", type=int, metavar="N", help="samples of a PipeDream graph (default: 1)")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON")
-    add(
-        "--png",
-        metavar="FILE",
-        help="draw the timeline of the step as a picture; of a long step, how busy ranks are",
-    )
+    add("--png", metavar="FILE", help="draw the timeline of the step as a picture")
     add("--explain", action="store_true", help="say why each cut is where it is")
     add("--json", action="store_true", help="print JSON")
     add("--no-baselines", action="store_true", help="print the plan only")

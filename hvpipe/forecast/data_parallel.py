@@ -13,7 +13,7 @@ from hvpipe.forecast.gradient_reduce import BackwardSpan, Ring, RingGradients, r
 from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
-from hvpipe.specs.cluster import Cluster, Device, Link
+from hvpipe.specs.cluster import Cluster, Device, Link, listed
 from hvpipe.specs.profile import Profile
 from hvpipe.trace.events import Event, Trace
 
@@ -189,7 +189,7 @@ def _plan(
     if min(shares) < 1:
         raise PlanError(
             "Each device should have a sample of the batch. "
-            f"Received: samples={samples}, in shares of {', '.join(map(str, shares))}"
+            f"Received: samples={samples}, in shares of {listed(map(str, shares))}"
         )
     names = tuple(device.name for device in devices)
     how = pipelining if pipelining.chunks == 1 else Pipelining("1f1b", pipelining.microbatches)
