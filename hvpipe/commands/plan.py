@@ -65,7 +65,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "m_topo, m_etf (default: search)",
     )
     add("--seed", type=int, default=0, metavar="N", help="for random methods (default: 0)")
-    add("--batch-size", type=int, metavar="N", help="samples per step (default: as profiled)")
+    add(
+        "--batch-size",
+        type=_whole,
+        metavar="N",
+        help="samples per step, at most 1,000,000,000 (default: micro-batches x samples of the profile)",
+    )
     add("--graph-batch-size", type=int, metavar="N", help="samples of a PipeDream graph (default: 1)")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON")
     add("--png", metavar="FILE", help="draw the timeline of the step as a picture")

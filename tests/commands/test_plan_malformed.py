@@ -161,6 +161,7 @@ def test_lines_of_many_devices_are_short(
         (("--microbatches", "x"), "should have whole numbers. Received: 'x'"),
         (("--recompute-stages", "a,b"), "should have whole numbers. Received: 'a'"),
         (("--batch-size", "1000000000000"), "at most 1,000,000,000 samples"),
+        (("--batch-size", "1e12"), "should have whole numbers. Received: '1e12'"),
     ],
 )
 def test_options_out_of_range(option: tuple[str, ...], says: str, tmp_path: Path) -> None:
