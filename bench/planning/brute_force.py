@@ -18,6 +18,8 @@ from unittest import mock
 
 from hvpipe.commands.plan_request import PlanRequest, PlanResult, make_plan
 from hvpipe.errors import PlanError
+from hvpipe.forecast.data_parallel import forecast_data_parallel
+from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group
 from hvpipe.search import exhaustive
 from hvpipe.search.judge import Judge
@@ -89,7 +91,7 @@ def _cluster(draw: random.Random, profile: Profile, devices: int) -> Cluster:
 def shortest_s(request: PlanRequest) -> float:
     """Return the shortest forecast step of every cut, order, replica and schedule; infinite if none fits.
 
-    It leaves out nothing: no bound, no kinds of like devices.
+    It leaves out nothing: no bound, no kinds of like devices. Data parallel may run on any of the devices.
     """
     layers = len(request.profile.layers)
     judge = Judge(request.profile, request.cluster, request.choice, 10**15)
@@ -98,7 +100,22 @@ def shortest_s(request: PlanRequest) -> float:
             if chunks == 1 or max(map(len, groups)) == 1:
                 for inner in combinations(range(1, layers), len(groups) * chunks - 1):
                     judge.judge(Layout(groups, (*inner, layers), name, chunks))
-    return min((one.step_s for one in judge.best.values()), default=math.inf)
+    return min([shortest_data_parallel_s(request), *(one.step_s for one in judge.best.values())])
+
+
+def shortest_data_parallel_s(request: PlanRequest) -> float:
+    """Return the shortest data-parallel step of all sets of devices; infinite if none fits."""
+    found, how = [math.inf], Pipelining("1f1b", request.choice.microbatches, request.choice.fixed_recompute)
+    names = [device.name for device in request.cluster.devices]
+    for size in range(1, len(names) + 1):
+        for some in combinations(names, size):
+            try:
+                one = forecast_data_parallel(request.profile, request.cluster, how, request.samples, some)
+            except PlanError:  # a device without a sample
+                continue
+            if not one.shortages(request.cluster):
+                found.append(one.step_s)
+    return min(found)
 
 
 def _sequences(names: Group) -> Iterator[tuple[Group, ...]]:

@@ -65,7 +65,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "m_topo, m_etf (default: search)",
     )
     add("--seed", type=int, default=0, metavar="N", help="for random methods (default: 0)")
-    add("--batch-size", type=int, metavar="N", help="samples per step (default: as profiled)")
+    add(
+        "--batch-size",
+        type=_whole,
+        metavar="N",
+        help="samples per step, at most 1,000,000,000 (default: micro-batches x samples of the profile)",
+    )
     add("--graph-batch-size", type=int, metavar="N", help="samples of a PipeDream graph (default: 1)")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON")
     add("--png", metavar="FILE", help="draw the timeline of the step as a picture")
@@ -81,20 +86,21 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     "pipeline", plan_request.py for other modes.
     """
     # These need NumPy, which no other command needs.
-    from hvpipe.commands.plan_report import is_large, title, to_json
+    from hvpipe.commands.plan_report import is_pictured, title, to_json
     from hvpipe.commands.plan_request import make_plan
     from hvpipe.trace.chart import draw_timeline, draw_utilization
 
     try:
         result = make_plan(_request(options), with_baselines=not options.no_baselines)
-    except PlanError as error:
-        raise PlanError(in_flags(str(error))) from error
+    except HvpipeError as error:
+        message = in_flags(str(error), options.batch_size is not None)
+        raise (PlanError if isinstance(error, PlanError) else HvpipeError)(message) from error
     if options.output is not None:
         result.chosen.plan.write(options.output)
-    if options.png is not None and is_large(result.chosen):
-        draw_utilization(result.chosen.utilization, options.png, title(result))
-    elif options.png is not None:
+    if options.png is not None and is_pictured(result.chosen):
         draw_timeline(result.chosen.trace, options.png, title(result))
+    elif options.png is not None:
+        draw_utilization(result.chosen.utilization, options.png, title(result))
     if options.json:
         print(json.dumps(to_json(result, explained=options.explain), indent=1))
     else:
@@ -149,8 +155,24 @@ def _text(result: PlanResult, options: argparse.Namespace, environ: Mapping[str,
     return to_text(result, lambda forecast: draw(forecast.trace, columns, colours), explained=options.explain)
 
 
-def in_flags(message: str) -> str:
-    """Write the remedies in a message as flags of the command instead of Python arguments."""
+def in_flags(message: str, has_batch_size: bool = False) -> str:
+    """Write the remedies in a message as flags of the command instead of Python arguments.
+
+    Args:
+        message: The message.
+        has_batch_size: Whether the command has `--batch-size`, so that micro-batches become smaller if they
+            become more.
+    """
+
+    def smaller(found: re.Match[str]) -> str:
+        batch = "" if has_batch_size else f"--batch-size {int(found[1]) * int(found[2])} "
+        return f"{batch}--microbatches {found[1]}"
+
+    def numbers(found: re.Match[str]) -> str:
+        return "--recompute-stages " + ",".join(re.findall(r"\d+", found[1]))
+
+    message = re.sub(r"(\d+) smaller micro-batches of (\d+) with", smaller, message)
+    message = re.sub(r"recompute=\(([\d, ]+)\)", numbers, message)
     for python, flag in _FLAGS:
         message = re.sub(python, flag, message)
     return message
@@ -160,6 +182,9 @@ _FLAGS = (
     (r'schedule="([\w-]+)"', r"--schedule \1"),
     (r"recompute=True", "--recompute"),
     (r"(?<=with )(\d+) stages|(?<=or )(\d+) stages", r"--stages \1\2"),
+    (r"(--stages \d+) and (\d+) micro-batches", r"\1 --microbatches \2"),
+    (r"use partition for more", "use --method greedy for more"),
+    (r"use another method", "use another --method"),
 )
 
 EPILOG = """examples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from hvpipe.commands.plan_request import PlanRequest, PlanResult
@@ -11,10 +11,11 @@ from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan.baselines import is_random
 from hvpipe.plan.explain import explain
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
+from hvpipe.specs.cluster import listed
 
 FORMAT, VERSION = "hvpipe-plan-report", 1
 
-MOST_DRAWN, MOST_ACTIONS = 32, 50_000
+MOST_DRAWN, MOST_ACTIONS, MOST_PICTURED = 32, 50_000, 1000
 """Timelines have at most so many devices and actions; tables of stages have at most so many rows."""
 
 
@@ -80,8 +81,16 @@ def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained
 
 def is_large(one: Forecast) -> bool:
     """Tell whether a plan has too many devices or actions for a timeline."""
-    actions = 2 * len(one.plan.stages) * one.plan.pipelining.microbatches
-    return len(one.plan.ranks) > MOST_DRAWN or actions > MOST_ACTIONS
+    return len(one.plan.ranks) > MOST_DRAWN or _actions(one) > MOST_ACTIONS
+
+
+def is_pictured(one: Forecast) -> bool:
+    """Tell whether a plan has few enough devices and actions for a picture of its timeline."""
+    return not is_large(one) and _actions(one) <= MOST_PICTURED
+
+
+def _actions(one: Forecast) -> int:
+    return 2 * len(one.plan.stages) * one.plan.pipelining.microbatches
 
 
 def title(result: PlanResult) -> str:
@@ -122,7 +131,12 @@ def _advice(plan: Plan) -> str:
     """Say how to run a data-parallel plan, which has no schedule."""
     shares = [f"{share:.0f}" for share in plan.stages[0].shares]
     sizes = shares if len(set(shares)) > 1 else shares[:1]
-    return f"Train with hvpipe.keras.data_parallel, on batches of {', '.join(sizes)} samples."
+    if len(sizes) > MOST_DRAWN:  # say it for runs of ranks
+        runs = [(size, len(list(ranks))) for size, ranks in groupby(sizes)]
+        ends = [*accumulate(count for _, count in runs)]
+        spans = zip(runs, ends, strict=True)
+        sizes = [f"{size} (ranks {end - count} to {end - 1})" for (size, count), end in spans]
+    return f"Train with hvpipe.keras.data_parallel, on batches of {listed(sizes, most=16)} samples."
 
 
 def _stages(one: Forecast, request: PlanRequest) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from hvpipe.errors import HvpipeError, PlanError
@@ -13,6 +14,7 @@ from hvpipe.plan.baselines import BASELINES, baseline, is_random, random_plans
 from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import fitting, partition
 from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.stage_plan import Plan
 from hvpipe.search.choice import MODES, Candidate, find
 from hvpipe.search.judge import MANY_DEVICES
 from hvpipe.search.options import PipeliningChoice
@@ -30,6 +32,12 @@ MOST_SAMPLES = 10**9
 
 MOST_MICROBATCHES, MOST_TRIED = 1 << 16, 1 << 10
 """The most micro-batches of a step, and the most that `--microbatches auto` tries."""
+
+_MOST_SIMULATED = 1 << 15
+"""With many devices, `--microbatches auto` tries numbers up to this many micro-batches times devices."""
+
+_WHOLE_SEARCHES = 3
+"""If no number of micro-batches has a plan, at most so many are searched again, with all the work."""
 
 DRAWS = 100
 """A random baseline is the median of this many random plans; of fewer if some do not fit."""
@@ -130,16 +138,18 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
     _check(request)
     found: tuple[Candidate, ...] = ()
     if request.method == SEARCH:
-        several = request.stages is not None and request.stages > 1
-        considered = MODES[1:] if several else MODES  # the first mode, data parallel, has one stage
-        modes = considered if request.mode == "auto" else (request.mode,)
-        choice = request.choice
         searched = find(
-            request.profile, request.cluster, choice, request.stages, request.samples, modes, budget
+            request.profile,
+            request.cluster,
+            request.choice,
+            request.stages,
+            request.samples,
+            _modes(request),
+            budget,
         )
-        found, chosen = tuple(searched), _best(searched, request)
+        found, chosen = tuple(searched), _best(searched, request, budget)
     else:
-        chosen = _by_method(request).check_memory(request.cluster)
+        chosen = _by_method(request, budget)
     others: dict[str, Forecast | None] = {}
     fitting: dict[str, int] = {}
     if with_baselines:
@@ -162,19 +172,31 @@ def _for_baselines(request: PlanRequest, chosen: Forecast) -> Pipelining:
 
 
 def _with_the_fastest(result: PlanResult) -> PlanResult:
-    """Return the result with the fastest runnable plan as its choice: never a baseline that is faster.
+    """Return the result with the fastest plan as its choice, and without figures of a faster baseline.
 
-    Placements that are no pipeline cannot be run. If one is faster, its figures are left out.
+    A faster baseline becomes the choice if it is a pipeline, and as asked for. Otherwise it is left out.
     """
     chosen, baselines = result.chosen, dict(result.baselines)
     for name, one in result.baselines.items():
         if one is None or one.step_s >= chosen.step_s:
             continue
-        if one.plan.contiguous and result.request.mode in ("auto", "pipeline"):
+        if _answers(one.plan, result.request):
             chosen = one
         else:
             del baselines[name]
     return replace(result, chosen=chosen, baselines=baselines)
+
+
+def _answers(plan: Plan, request: PlanRequest) -> bool:
+    """Tell whether a plan is a pipeline with the stages, schedule and recomputation asked for."""
+    how, choice = plan.pipelining, request.choice
+    return (
+        plan.contiguous
+        and request.mode in ("auto", "pipeline")
+        and request.stages in (None, len(plan.stages))
+        and choice.schedule in ("auto", how.schedule)
+        and how.least_stages <= len(plan.stages)
+    )
 
 
 def best_microbatches(
@@ -188,7 +210,7 @@ def best_microbatches(
     Args:
         request_with: Makes the request for a number of micro-batches.
         batch_size: Samples per step.
-        budget: The work of all searches, in simulated actions.
+        budget: The work of all searches together, in simulated actions; if they find nothing, of another one.
 
     Returns:
         The request with the best number.
@@ -196,23 +218,72 @@ def best_microbatches(
     Raises:
         HvpipeError: If no number has a plan; it is the error for the last number.
     """
+    counts = counts_to_try(batch_size)
     best: tuple[float, PlanRequest] | None = None
     refused: HvpipeError | None = None
-    counts = counts_to_try(batch_size)
+    first = request_with(1)
+    if len(first.cluster.devices) > MANY_DEVICES and first.method == SEARCH:
+        return _first_with_a_plan(request_with, _promising(first, counts), budget)
     for count in counts:
-        try:
-            request = request_with(count)
-            result = make_plan(request, with_baselines=False, budget=budget // len(counts))
-        except HvpipeError as error:
-            refused = error
-            continue
-        if best is None or result.chosen.step_s < best[0]:
-            best = result.chosen.step_s, request
+        best, refused = _better(best, request_with, count, budget // len(counts))
+    if best is None and isinstance(refused, PlanError):
+        # A part of the work may not find a plan that fits. The smallest micro-batches need least memory.
+        for count in counts[::-1][:_WHOLE_SEARCHES]:
+            shortest_s = math.inf if best is None else best[0]
+            best, refused = _better(best, request_with, count, budget)
+            if best is None or best[0] >= shortest_s:
+                break
     if best is None:
         raise refused or HvpipeError(
             f"A batch should have at least one sample. Received: batch_size={batch_size}"
         )
     return best[1]
+
+
+def _promising(first: PlanRequest, counts: Sequence[int]) -> list[int]:
+    """Return the numbers of micro-batches for many devices, those with the shortest estimated step first.
+
+    The estimate has equal stages and replicas, and no transfers. Numbers whose simulation takes long are left
+    out, those with few micro-batches for each device excepted.
+    """
+    devices, layers = len(first.cluster.devices), len(first.profile.layers)
+    samples = first.profile.batch_size  # of one micro-batch, which is the batch
+
+    def estimate_s(count: int) -> float:
+        whole_s: float = first.profile.at_batch(math.ceil(samples / count)).compute_s
+        stages = (1 << power for power in range(min(devices, layers, count).bit_length()))
+        return whole_s * min((math.ceil(count / (devices // s)) + s - 1) / s for s in stages)
+
+    few = [count for count in counts if count * devices <= _MOST_SIMULATED] or list(counts[:1])
+    return sorted(few, key=lambda count: (estimate_s(count), count))
+
+
+def _first_with_a_plan(
+    request_with: Callable[[int], PlanRequest], counts: Sequence[int], budget: int
+) -> PlanRequest:
+    """Return the request with the first of these numbers of micro-batches that has a plan."""
+    refused: HvpipeError | None = None
+    for count, part in product(counts[:_WHOLE_SEARCHES], (budget // 8, budget)):
+        best, refused = _better(None, request_with, count, part)
+        if best is not None:
+            return best[1]
+    assert refused is not None
+    raise refused
+
+
+def _better(
+    best: tuple[float, PlanRequest] | None,
+    request_with: Callable[[int], PlanRequest],
+    count: int,
+    budget: int,
+) -> tuple[tuple[float, PlanRequest] | None, HvpipeError | None]:
+    """Return the best step with its request, after a number of micro-batches; and why that has no plan."""
+    try:
+        request = request_with(count)
+        step_s = make_plan(request, with_baselines=False, budget=budget).chosen.step_s
+    except HvpipeError as error:
+        return best, error
+    return ((step_s, request) if best is None or step_s < best[0] else best), None
 
 
 def counts_to_try(batch_size: int) -> list[int]:
@@ -266,7 +337,7 @@ def _check(request: PlanRequest) -> None:
         )
 
 
-def _best(found: Sequence[Candidate], request: PlanRequest) -> Forecast:
+def _best(found: Sequence[Candidate], request: PlanRequest, budget: int) -> Forecast:
     if found[0].forecast is not None:
         return found[0].forecast
     refusals = {one.mode: one.refused for one in found}
@@ -275,7 +346,38 @@ def _best(found: Sequence[Candidate], request: PlanRequest) -> Forecast:
     if request.mode == "auto":
         pipeline = refusals["pipeline"].removesuffix(".")
         raise PlanError(f"{pipeline}. Nor does it fit in the modes data and hybrid.")
-    raise PlanError(f"The model should fit the devices. Received: {request.mode}: {refusals[request.mode]}")
+    raise PlanError(
+        f"The model should fit the devices. Received: {request.mode}: "
+        f"{refusals[request.mode].removesuffix('.')}. {_other_way(request, budget)}"
+    )
+
+
+def _other_way(request: PlanRequest, budget: int) -> str:
+    """Say which mode or method has a plan that fits; or if none, what a pipeline lacks."""
+    modes = [mode for mode in _modes(replace(request, mode="auto")) if mode != request.mode]
+    found = find(
+        request.profile,
+        request.cluster,
+        request.choice,
+        request.stages,
+        request.samples,
+        modes,
+        max(1, budget // 4),
+    )
+    mode = "pipeline" if found[0].forecast is None else found[0].mode
+    flags = f"--mode {mode}" if request.method == SEARCH else f"--method {SEARCH} --mode {mode}"
+    if found[0].forecast is not None:
+        return f"It would fit with {flags}."
+    refused = next(one.refused for one in found if one.mode == "pipeline")
+    return f"Nor does it fit with {flags}: {refused}"
+
+
+def _modes(request: PlanRequest) -> Sequence[str]:
+    """Return the modes to search."""
+    if request.mode != "auto":
+        return (request.mode,)
+    several = request.stages is not None and request.stages > 1
+    return MODES[1:] if several else MODES  # the first mode, data parallel, has one stage
 
 
 def _all_stages(request: PlanRequest) -> int:
@@ -291,7 +393,26 @@ def _all_stages(request: PlanRequest) -> int:
     return min(devices, layers // how.chunks, how.microbatches) * how.chunks
 
 
-def _by_method(request: PlanRequest) -> Forecast:
+def _by_method(request: PlanRequest, budget: int) -> Forecast:
+    """Return the forecast of the plan by a method other than the search."""
+    how = request.choice.usual
+    try:
+        found = _made_by_method(request).check_memory(request.cluster)
+    except PlanError as error:
+        message = str(error)
+        if "memory" in message and "It would fit" not in message:
+            message = f"{message.removesuffix('.')}. {_other_way(request, budget)}"
+        raise PlanError(message) from error
+    if how.least_stages > len(found.plan.stages):
+        raise PlanError(
+            "The stages to recompute should be stages of the plan: choose others, or another method. "
+            f"Received: recompute={how.recompute}, method={request.method!r}, "
+            f"which makes stages={len(found.plan.stages)}"
+        )
+    return found
+
+
+def _made_by_method(request: PlanRequest) -> Forecast:
     profile, cluster, how = request.profile, request.cluster, request.choice.usual
     if request.method == "greedy":
         plan = partition(profile, cluster, request.stages, how)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from hvpipe.errors import PlanError
 from hvpipe.forecast.gradient_reduce import BackwardSpan, Ring, RingGradients, reduce_beside
 from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
-from hvpipe.specs.cluster import Cluster, Device
+from hvpipe.specs.cluster import Cluster, Device, Link, listed
 from hvpipe.specs.profile import Profile
 from hvpipe.trace.events import Event, Trace
 
@@ -20,11 +23,11 @@ def whole_shares(count: int, weights: Sequence[float], least: int = 0) -> list[i
 
     No part is below `least`, even if the sum then exceeds `count`.
     """
-    exact = [count * weight / sum(weights) for weight in weights]
+    whole = sum(weights)
+    exact = [count * weight / whole for weight in weights]
     parts = [max(least, int(part)) for part in exact]
-    for place in sorted(range(len(parts)), key=lambda place: parts[place] - exact[place]):
-        if sum(parts) >= count:
-            break
+    by_remainder = sorted(range(len(parts)), key=lambda place: parts[place] - exact[place])
+    for place in by_remainder[: max(0, count - sum(parts))]:
         parts[place] += 1
     return parts
 
@@ -107,6 +110,66 @@ def forecast_data_parallel(
     return Forecast(plan, step_s, busy_s, tuple(memory_bytes), lambda: trace)
 
 
+class DataParallelSteps:
+    """The steps that `forecast_data_parallel` forecasts, for many sets of devices, without plans and traces.
+
+    Args:
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        samples: Samples of the batch.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, samples: int) -> None:
+        self._cluster, self._samples = cluster, samples
+        self._speed = {device.name: profile.speed(device) for device in cluster.devices}
+        self._profile = replace(profile, layers=tuple(profile.once(range(len(profile.layers)))))
+        layers = self._profile.layers
+        # A backward of one second completes the buckets at these times.
+        one = RingGradients(layers, [BackwardSpan(0.0, 1.0)], Ring(1, Link()))
+        self._buckets = list(one.buckets())
+        self._update_s = sum(layer.update_s for layer in layers)
+        self._weight_bytes = sum(layer.weight_bytes for layer in layers)
+        self._state_bytes = sum(layer.state_bytes for layer in layers)
+        self._saved = np.array([layer.saved_bytes for layer in layers], float)
+        self._fixed_s: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def of(self, names: Sequence[str]) -> tuple[float, float]:
+        """Return the bytes that the devices lack together, and the seconds of their step.
+
+        The step is infinite if a device would get no sample.
+        """
+        devices = list(map(self._cluster.device, names))
+        shares = whole_shares(self._samples, [self._speed[name] for name in names])
+        if min(shares) < 1:
+            return math.inf, math.inf
+        missing_bytes = 0.0
+        spans: set[tuple[float, float, float]] = set()
+        for device, share in zip(devices, shares, strict=True):
+            forward_s, backward_s, size_bytes = self._of_share(share, device.type)
+            turn_s = forward_s / device.speed
+            spans.add((turn_s, turn_s + backward_s / device.speed, device.speed))
+            missing_bytes += max(0.0, size_bytes - device.room_bytes)
+        starts_s, ends_s, speeds = np.array(sorted(spans)).T  # of the backwards
+        ring, end_s, free_s = Ring.of(self._cluster, names), 0.0, ends_s
+        for part, size_bytes in self._buckets:
+            final_s = float((starts_s + part * (ends_s - starts_s)).max())
+            end_s = max(end_s, final_s) + ring.seconds(size_bytes)
+            free_s = np.maximum(free_s, end_s) + self._update_s * size_bytes / self._weight_bytes / speeds
+        return missing_bytes, max(end_s, float(free_s.max()))
+
+    def _of_share(self, share: int, device_type: str) -> tuple[float, float, int]:
+        """Return the seconds of forward and backward on a device of speed 1, and the bytes, of a share."""
+        by = share / self._profile.batch_size
+        if device_type not in self._fixed_s:
+            layers = self._profile.on(device_type).layers
+            fixed_s = np.array([(one.fixed_forward_s, one.fixed_backward_s) for one in layers]).sum(axis=0)
+            whole_s = np.array([(one.forward_s, one.backward_s) for one in layers]).sum(axis=0)
+            self._fixed_s[device_type] = fixed_s, whole_s - fixed_s
+        fixed_s, more_s = self._fixed_s[device_type]
+        forward_s, backward_s = fixed_s + more_s * by
+        return float(forward_s), float(backward_s), self._state_bytes + int(np.ceil(self._saved * by).sum())
+
+
 def _plan(
     profile: Profile,
     cluster: Cluster,
@@ -126,7 +189,7 @@ def _plan(
     if min(shares) < 1:
         raise PlanError(
             "Each device should have a sample of the batch. "
-            f"Received: samples={samples}, in shares of {', '.join(map(str, shares))}"
+            f"Received: samples={samples}, in shares of {listed(map(str, shares))}"
         )
     names = tuple(device.name for device in devices)
     how = pipelining if pipelining.chunks == 1 else Pipelining("1f1b", pipelining.microbatches)

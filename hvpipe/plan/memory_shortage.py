@@ -11,7 +11,7 @@ from hvpipe.plan.greedy_fill import BeamWidth, Cut, fill
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
-from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.cluster import Cluster, listed
 from hvpipe.specs.profile import Profile
 
 _BREADTH = BeamWidth(sets=32, ends=3)
@@ -164,10 +164,11 @@ def _stages_on(devices: int, pipelining: Pipelining) -> str:
 
 def say_missing(missing_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> str:
     """Say how much memory each device lacks, and how much it needs."""
-    return "; ".join(
+    lacks = (
         f"{name}: {amount(size)} missing of {amount(needed_bytes[name])}"
         for name, size in missing_bytes.items()
     )
+    return listed(lacks, "; ")
 
 
 def amount(size_bytes: int) -> str:

@@ -12,6 +12,7 @@ from hvpipe.plan.greedy import check_stages, partition
 from hvpipe.plan.memory_shortage import amount
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
+from hvpipe.search.data_devices import data_devices
 from hvpipe.search.judge import MANY_DEVICES, Judge, Judged
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import AUTO, PipeliningChoice
@@ -94,12 +95,13 @@ def find(
     results = []
     for mode in modes:
         if mode == "data":
-            results.append(_data(profile, cluster, choice, samples, found.get("data")))
+            results.append(_data(profile, cluster, choice, samples, found.get("data"), budget))
         elif mode in found:
             results.append(Candidate(mode, _forecast(profile, cluster, found[mode])))
         elif mode == "hybrid":
             results.append(Candidate(mode, None, _no_hybrid(profile, cluster, choice, stages)))
-        elif found and len(cluster.devices) > MANY_DEVICES:  # explaining takes minutes
+        elif len(cluster.devices) > MANY_DEVICES and (found or any(one.forecast for one in results)):
+            # Explaining takes minutes.
             results.append(Candidate(mode, None, "lacks memory, or is far slower than the others"))
         else:
             results.append(_no_pipeline(profile, cluster, choice, stages))
@@ -185,18 +187,26 @@ def plan_for_every_device(
 
 
 def _data(
-    profile: Profile, cluster: Cluster, choice: PipeliningChoice, samples: int | None, other: Judged | None
+    profile: Profile,
+    cluster: Cluster,
+    choice: PipeliningChoice,
+    samples: int | None,
+    other: Judged | None,
+    budget: int,
 ) -> Candidate:
     """Run each device's share in one pass; or in micro-batches, which stash less but make coarser shares.
 
-    It tries all devices, the faster half, a quarter, and so on.
+    It tries all devices, the faster half, a quarter, and so on, and the sets that `data_devices` finds.
     """
     refusals: list[str] = []
     fitting: list[Forecast] = []
     how = Pipelining("1f1b", choice.microbatches, choice.fixed_recompute)
     judge = Judge(profile, cluster, choice, BUDGET)
-    for some in (cluster, *faster_halves(profile, cluster)):
-        names = tuple(device.name for device in some.devices)
+    batch = profile.batch_size * choice.microbatches if samples is None else samples
+    halves = [tuple(one.name for one in some.devices) for some in faster_halves(profile, cluster)]
+    every = tuple(device.name for device in cluster.devices)
+    found = data_devices(profile, cluster, batch, 2 if judge.many else 8, budget / BUDGET)
+    for names in dict.fromkeys((every, *halves, *found)):
         try:
             whole = forecast_data_parallel(profile, cluster, how, samples, names)
             if missing := whole.shortages(cluster):

@@ -19,6 +19,7 @@ from hvpipe.search.layout import Layout, even_ends
 # With more devices than this, only some numbers of stages are tried, and the greedy partitioner, whose time
 # grows with devices times layers, is left out.
 _FEW, _GREEDY_DEVICES, _GREEDY_STAGES = 8, 16, 64
+_CUT_OF_MANY = 800  # the work of the cuts for a stage, as `Judge` counts it
 _BASELINES = ("m_topo",)
 
 
@@ -32,7 +33,7 @@ class Starts:
     """
 
     def __init__(self, judge: Judge, stages: int | None, modes: Sequence[str]) -> None:
-        self._profile, self._choice = judge.profile, judge.choice
+        self._judge, self._profile, self._choice = judge, judge.profile, judge.choice
         self._cluster = judge.profile.levelled(judge.cluster)
         self._stages, self._modes, self._most_groups = stages, modes, judge.most_groups
         self._many = judge.many
@@ -48,6 +49,10 @@ class Starts:
         for name, chunks in schedules:
             how = Pipelining(name, self._choice.microbatches, self._choice.fixed_recompute, chunks)
             for groups in self._all_groups(chunks):
+                if self._many:  # cutting for many devices takes seconds
+                    self._judge.left -= _CUT_OF_MANY * len(groups)
+                    if self._judge.left <= 0:
+                        return
                 for layout in self.cut(groups, how):
                     if layout not in seen:
                         seen.add(layout)

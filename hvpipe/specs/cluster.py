@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -18,6 +18,14 @@ FORMAT, VERSION = "hvpipe-cluster", 1
 
 MOST_HOSTS = 1 << 16
 """The largest `count` of a host."""
+
+
+def listed(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:
+    """List items for a message: all, or if there are many, the first and how many more."""
+    given = list(items)
+    more = [f"{len(given) - most:,} more"] if len(given) > most + 1 else []
+    return separator.join((given[:most] if more else given) + more)
+
 
 Port = tuple[str, str]
 """One direction of the link of a host or a rack: ("out of", its name), ("into", its name), or the same with
@@ -182,13 +190,11 @@ class Cluster:
             if twice := sorted(name for name, count in Counter(given).items() if count > 1):
                 raise HvpipeError(f"Names of {what} should differ. Received: {twice[0]!r} twice")
         if lost := sorted({host.rack for host in self.hosts} - {"", *racks}):
-            raise HvpipeError(
-                f"A host's rack should be one of {', '.join(racks)}. Received: rack={lost[0]!r}"
-            )
+            raise HvpipeError(f"A host's rack should be one of {listed(racks)}. Received: rack={lost[0]!r}")
         for one, other, _ in self.measured:
             if one == other or not {one, other} <= set(names):
                 raise HvpipeError(
-                    f"A measured link should join two devices of the cluster ({', '.join(names)}). "
+                    f"A measured link should join two devices of the cluster ({listed(names)}). "
                     f"Received: between={[one, other]}"
                 )
         pairs = Counter(frozenset(link[:2]) for link in self.measured)
@@ -217,9 +223,7 @@ class Cluster:
     def device(self, name: str) -> Device:
         """Return the device of this name; raise HvpipeError if the cluster has none."""
         if name not in self._device:
-            raise HvpipeError(
-                f"A device should be one of {', '.join(self._device)}. Received: device={name!r}"
-            )
+            raise HvpipeError(f"A device should be one of {listed(self._device)}. Received: device={name!r}")
         return self._device[name]
 
     def only(self, names: Container[str]) -> Cluster:

@@ -29,8 +29,10 @@ def read_graph(source: Path, slots_per_weight: float) -> tuple[list[LayerCost], 
                 "backward_compute_time=..., activation_size=..., parameter_size=...' or '<tab>NAME -- NAME'. "
                 f"Received: {line[:60]!r}"
             )
+    if not layers and not edges:
+        raise HvpipeError(f"{source} should have at least one layer. Received: a file without lines")
     # Nodes are numbered in the order in which the model ran; the file lists them in no order.
-    layers.sort(key=lambda layer: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", layer.name)])
+    layers.sort(key=lambda layer: [int(t) if t.isdecimal() else t for t in re.split(r"(\d+)", layer.name)])
     return layers, edges
 
 

@@ -6,18 +6,21 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvpipe import cli
+from hvpipe.commands import plan_request
 from hvpipe.commands.plan import in_flags
 from hvpipe.commands.plan_report import to_text
 from hvpipe.commands.plan_request import (
     METHODS,
     PlanRequest,
     PlanResult,
+    best_microbatches,
     counts_to_try,
     make_plan,
     read_profile,
@@ -28,9 +31,13 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
 from hvpipe.schedule.plan_schedule import schedule_of
 from hvpipe.schedule.schedule import Schedule
+from hvpipe.search.choice import Candidate, find
+from hvpipe.search.options import PipeliningChoice
+from hvpipe.search.search import BUDGET
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.specs.profile import Profile
+from hvpipe.trace import chart
 from hvpipe.trace.events import Trace
 from model_graphs import chain
 
@@ -168,6 +175,41 @@ def test_a_baseline_that_lacks_memory_is_marked() -> None:
     assert not given.chosen.shortages(question.cluster)
 
 
+@pytest.mark.parametrize(
+    ("stages", "choice"),
+    [
+        (3, PipeliningChoice()),
+        (4, PipeliningChoice("interleaved")),
+        (None, PipeliningChoice("interleaved")),
+        (3, PipeliningChoice(recompute=(2,))),
+        (None, PipeliningChoice(recompute=(2,))),
+    ],
+)
+def test_a_baseline_is_not_chosen_against_what_is_asked_for(
+    stages: int | None, choice: PipeliningChoice
+) -> None:
+    """Regression: m_topo leaves everything on one device here, which is fastest over slow links."""
+    profile = chain(30e-3, 3e-3, 3e-3, 3e-3, output_bytes=10**6, weight_bytes=10**6)
+    heavy = replace(profile.layers[0], weight_bytes=10**8)
+    profile = replace(profile, layers=(heavy, *profile.layers[1:]))
+    result = make_plan(PlanRequest(profile, equal_cluster(3, Link(1e-3, 1e6)), choice, stages, "pipeline"))
+    plan = result.chosen.plan
+    assert stages in (None, len(plan.stages))
+    assert choice.schedule in ("auto", plan.pipelining.schedule)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    for one in result.baselines.values():
+        assert one is None or one.step_s >= result.chosen.step_s
+
+
+def test_a_method_without_the_stages_to_recompute_is_an_error() -> None:
+    """Regression: the plan that was written could not be read."""
+    choice = PipeliningChoice("1f1b", recompute=(2,))
+    profile = chain(1, 1, 1, 1)
+    profile = replace(profile, layers=(replace(profile.layers[0], weight_bytes=100), *profile.layers[1:]))
+    with pytest.raises(PlanError, match=r"recompute=\(2,\), method='m_topo', which makes stages=1"):
+        make_plan(PlanRequest(profile, equal_cluster(3), choice, 3, method="m_topo"))
+
+
 def test_a_method_that_does_not_fit_is_an_error() -> None:
     """Each device gets two layers with 20 bytes of weights and gradients each."""
     cluster = equal_cluster(2, memory_bytes=25)
@@ -209,6 +251,45 @@ def test_the_command_prints_and_writes_a_plan(
 )
 def test_divisors_of_the_batch_are_tried(batch_size: int, counts: list[int]) -> None:
     assert counts_to_try(batch_size) == counts
+
+
+def test_a_part_of_the_work_refuses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each number of micro-batches had a part of the work, and scarce memory needs all of it."""
+    asked = []
+
+    def scarce(*given: Any) -> list[Candidate]:
+        asked.append((given[2].microbatches, given[-1]))
+        if given[-1] < BUDGET or given[2].microbatches < 4:
+            return [Candidate(mode, None, "lacks memory") for mode in given[-2]]
+        return find(*given)
+
+    monkeypatch.setattr(plan_request, "find", scarce)
+
+    def request_with(count: int) -> PlanRequest:
+        return PlanRequest(chain(1, 1), equal_cluster(2), PipeliningChoice(microbatches=count))
+
+    assert best_microbatches(request_with, 8).choice.microbatches == 4
+    part = BUDGET // 4
+    assert asked == [(1, part), (2, part), (4, part), (8, part), (8, BUDGET), (4, BUDGET), (2, BUDGET)]
+
+
+def test_an_estimate_chooses_the_micro_batches_of_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with 1,024 devices, simulating 13 numbers of micro-batches took minutes."""
+    asked = []
+
+    def counted(*given: Any) -> list[Candidate]:
+        asked.append(given[2].microbatches)
+        return find(*given)
+
+    monkeypatch.setattr(plan_request, "find", counted)
+
+    def request_with(count: int) -> PlanRequest:
+        profile = replace(chain(*[1] * 8), batch_size=4096 // count)
+        return PlanRequest(profile, equal_cluster(65), PipeliningChoice(microbatches=count), mode="data")
+
+    chosen = best_microbatches(request_with, 4096).choice.microbatches
+    assert asked == [chosen]
+    assert chosen * 65 <= 1 << 15
 
 
 def test_json_output(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -474,6 +555,59 @@ def test_a_large_plan_is_summarised() -> None:
     assert "The timeline is left out: 40 devices." in text
 
 
+@pytest.mark.parametrize(("microbatches", "drawn"), [(8, "draw_timeline"), (300, "draw_utilization")])
+def test_a_picture_of_a_long_step_shows_how_busy_ranks_are(
+    microbatches: int,
+    drawn: str,
+    cluster: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a timeline of 3,072 actions took 10 s to draw."""
+    called = []
+    for name in ("draw_timeline", "draw_utilization"):
+        monkeypatch.setattr(chart, name, lambda *given, name=name: called.append(name))
+    chain(1, 2).write(tmp_path / "p.json")
+    options = ("--microbatches", str(microbatches), "--stages", "2", "--method", "even", "--png", "x.png")
+    printed(capsys, str(tmp_path / "p.json"), "--cluster", cluster, "--no-baselines", *options)
+    assert called == [drawn]
+
+
 def test_remedies_are_flags() -> None:
     message = 'It would fit with schedule="1f1b", or recompute=True.'
     assert in_flags(message) == "It would fit with --schedule 1f1b, or --recompute."
+    message = 'with 6 stages and 6 micro-batches, or 16 smaller micro-batches of 4 with schedule="1f1b".'
+    flags = "with --stages 6 --microbatches 6, or --batch-size 64 --microbatches 16 --schedule 1f1b."
+    assert in_flags(message) == flags
+    assert in_flags(message, has_batch_size=True) == flags.replace("--batch-size 64 ", "")
+    message = "use partition for more. Received: recompute=(5, 7)"
+    assert in_flags(message) == "use --method greedy for more. Received: --recompute-stages 5,7"
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "options", "says"),
+    [
+        (70, "--mode data", "Received: data: lacks memory .* It would fit with --mode pipeline."),
+        (70, "--mode hybrid", "Received: hybrid: lacks memory .* It would fit with --mode pipeline."),
+        (54, "--method even", "method='even'; h0: .* It would fit with --method search --mode pipeline."),
+        (54, "--method random", "placements fits .* It would fit with --method search --mode pipeline."),
+        (45, "--mode data", "Nor does it fit with --mode pipeline: .* fit with --stages 6 on 3 more"),
+        (45, "--method even", "Nor does it fit with --method search --mode pipeline: .* with --stages 6 on"),
+        (70, "--recompute-stages 5", "from 0 to 2. Received: --recompute-stages 5"),
+        (70, "--recompute-stages 5 --stages 3", "from 0 to 2. Received: --recompute-stages 5$"),
+        (70, "--recompute-stages 6", "Received: stage 6, layers=6$"),
+        (45, "--stages 2 --microbatches 2", "with --stages 6 --microbatches 6 on 3 more devices"),
+    ],
+)
+def test_a_refusal_names_flags(
+    room_bytes: int, options: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = tuple(LayerCost(f"l{i}", 1.0, 2.0, 10, 0, 1, 5) for i in range(6))
+    profile = Profile(layers, tuple((i, i + 1) for i in range(5)), batch_size=8)
+    profile.write(tmp_path / "p.json")
+    equal_cluster(3, memory_bytes=room_bytes).write(tmp_path / "c.json")
+    arguments = (str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.json"), "--no-baselines")
+    message = refusal(capsys, *arguments, *options.split())
+    assert re.search(says, message.strip()), message
+    assert "recompute=" not in message

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpipe import cli
@@ -62,6 +62,7 @@ def documents(draw: st.DrawFn) -> tuple[str, str]:
     return json.dumps(profile), json.dumps(cluster)
 
 
+@settings(max_examples=max(200, settings().max_examples))
 @given(documents())
 def test_a_malformed_file_is_one_line(
     tmp_path_factory: pytest.TempPathFactory, given: tuple[str, str]
@@ -129,11 +130,38 @@ def test_a_long_cycle_is_named_in_a_short_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "options", "says"),
+    [
+        ('[[link]]\nbetween = ["a-0", "x"]\n', (), "(a-0, a-1, a-2, a-3, a-4, a-5, a-6, a-7, 292 more)"),
+        ('[[host]]\nname = "b"\nrack = "x"\n[[rack]]\nname = "r"\ncount = 300\n', (), "r-7, 292 more."),
+        ("", ("--mode", "pipeline", "--microbatches", "300"), "; 4 more."),
+        (
+            '[[host]]\nname = "b"\ncount = 100\n[[host.device]]\nname = "x"\nspeed = 0.5\n',
+            ("--mode", "data", "--batch-size", "4000000", "--microbatches", "1"),
+            "batches of 11429 (ranks 0 to 199), 11428 (ranks 200 to 299), 5714 (ranks 300 to 399) samples.",
+        ),
+    ],
+)
+def test_lines_of_many_devices_are_short(
+    more: str, options: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    """Regression: messages and advice listed hundreds of devices, racks or batches."""
+    chain(*[1] * 12, weight_bytes=10**9).write(tmp_path / "p.json")
+    room = "" if "data" in options else "memory_bytes = 1e9\n"
+    text = f'[[host]]\nname = "a"\ncount = 300\n[[host.device]]\nname = "a"\n{room}{more}'
+    (tmp_path / "c.toml").write_text(text)
+    _, out, err = run(str(tmp_path / "p.json"), str(tmp_path / "c.toml"), *options)
+    assert says in out + err
+    assert max(map(len, (out + err).splitlines())) < 900 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("option", "says"),
     [
         (("--microbatches", "x"), "should have whole numbers. Received: 'x'"),
         (("--recompute-stages", "a,b"), "should have whole numbers. Received: 'a'"),
         (("--batch-size", "1000000000000"), "at most 1,000,000,000 samples"),
+        (("--batch-size", "1e12"), "should have whole numbers. Received: '1e12'"),
     ],
 )
 def test_options_out_of_range(option: tuple[str, ...], says: str, tmp_path: Path) -> None:

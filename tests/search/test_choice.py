@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,13 @@ def test_whole_shares_round_the_exact_shares(count: int, weights: list[float]) -
     assert sum(parts) == count
     for part, weight in zip(parts, weights, strict=True):
         assert abs(part - count * weight / sum(weights)) < 1 + 1e-9
+
+
+def test_shares_of_many_devices_take_no_time() -> None:
+    """Regression: the time grew with the square of the devices."""
+    start_s = time.process_time()
+    assert sum(whole_shares(10**5, [1.0] * 65536)) == 10**5
+    assert time.process_time() - start_s < 1
 
 
 def test_data_parallel_by_hand() -> None:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
-from bench.planning.brute_force import fastest_baseline_s, planned, random_case, shortest_s
+from bench.planning.brute_force import (
+    fastest_baseline_s,
+    planned,
+    random_case,
+    shortest_data_parallel_s,
+    shortest_s,
+)
+from hvpipe.commands.plan_request import PlanRequest
 from hvpipe.errors import PlanError
+from hvpipe.forecast.data_parallel import DataParallelSteps, forecast_data_parallel
 from hvpipe.forecast.pipeline import forecast
 from hvpipe.plan.baselines import BASELINES, baseline, is_random
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.search.choice import candidate, choose, plan_for_every_device
+from hvpipe.search.data_devices import data_devices
 from hvpipe.search.judge import Judge
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import PipeliningChoice
@@ -152,3 +163,52 @@ def test_data_parallel_on_fewer_devices() -> None:
     found = candidate("data", chain(3, weight_bytes=10), cluster, Pipelining(microbatches=4)).forecast
     assert found is not None
     assert (found.plan.ranks, found.step_s) == (("h0", "h1"), pytest.approx(8))
+
+
+@pytest.mark.parametrize("slow", [0, 3])
+def test_data_parallel_leaves_out_a_slow_link(slow: int) -> None:
+    """Regression: only the faster half was tried. Three compute for 16 / 3 s; the slow link needs 7.5 s."""
+    hosts = (Host(f"h{i}", (Device(f"d{i}"),), Link(0, 2.0 if i == slow else 1e9)) for i in range(4))
+    profile = replace(chain(1, weight_bytes=10), batch_size=3)
+    found = candidate("data", profile, Cluster(tuple(hosts)), Pipelining(microbatches=16)).forecast
+    assert found is not None
+    assert (len(found.plan.ranks), found.step_s) == (3, pytest.approx(16 / 3))
+    assert f"d{slow}" not in found.plan.ranks
+
+
+@pytest.mark.parametrize("fast", [6, 10])
+def test_data_parallel_on_the_number_of_devices_that_is_fastest(fast: int) -> None:
+    """Regression: of equal devices, only all, a half, a quarter were tried; of unequal ones, not all fast."""
+    cluster = equal_cluster(10, Link(0.2), speeds=(1.0,) * fast + (0.05,) * (10 - fast))
+    profile = replace(chain(12.5, weight_bytes=4), batch_size=64)
+    request = PlanRequest(profile, cluster, PipeliningChoice(microbatches=8), mode="data")
+    found = candidate("data", profile, cluster, request.choice).forecast
+    assert found is not None
+    assert found.step_s == pytest.approx(shortest_data_parallel_s(request))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_data_parallel_on_the_best_set_of_many_sets(seed: int) -> None:
+    """Also where not all sets of devices are tried, because all are of different kinds."""
+    draw = random.Random(seed)
+    request = random_case(seed, 5, 2)
+    sizes_bytes = sum(layer.state_bytes + layer.saved_bytes for layer in request.profile.layers)
+    hosts = []
+    for i in range(8):
+        room_bytes = int(sizes_bytes * draw.uniform(0.9, 2)) if seed % 2 else None
+        link = Link(draw.choice([1e-3, 1e-2]), 10 ** draw.uniform(7, 9))
+        hosts.append(Host(f"h{i}", (Device(f"d{i}", draw.uniform(0.3, 1), room_bytes),), link))
+    cluster = Cluster(tuple(hosts))
+    steps = DataParallelSteps(request.profile, cluster, 40)
+    best_s = math.inf
+    for size in range(1, 9):
+        for names in combinations([device.name for device in cluster.devices], size):
+            missing_bytes, step_s = steps.of(names)
+            best_s = min(best_s, math.inf if missing_bytes else step_s)
+    found = data_devices(request.profile, cluster, 40, 1, part=0.02)
+    missing_bytes, step_s = steps.of(found[0])
+    assert math.isinf(best_s) if missing_bytes else step_s <= 1.01 * best_s
+    how = Pipelining(microbatches=40)
+    one = forecast_data_parallel(request.profile, cluster, how, 40, found[0])
+    assert one.step_s == pytest.approx(step_s)
+    assert sum(one.shortages(cluster).values()) == missing_bytes

@@ -41,12 +41,21 @@ def test_pipedream_lines(tmp_path: Path) -> None:
         assert layer == LayerCost("node1", 0.0015, 0.002, 3, 6, 8, 8)
 
 
+def test_a_superscript_is_no_number(tmp_path: Path) -> None:
+    """Regression: int('\N{SUPERSCRIPT TWO}') ended in a traceback."""
+    path = tmp_path / "g.txt"
+    rest = "-- C -- forward_compute_time=1, backward_compute_time=1, activation_size=1, parameter_size=1"
+    path.write_text(f"\N{SUPERSCRIPT TWO} {rest}\nn10 {rest}\nn9 {rest}\n", encoding="utf-8")
+    assert [layer.name for layer in read_pipedream(path).layers] == ["n9", "n10", "\N{SUPERSCRIPT TWO}"]
+
+
 TIMES = "forward_compute_time=1, backward_compute_time=2"
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("", r"g\.txt should have at least one layer\. Received: a file without lines$"),
         ("node1 -- Conv2d", r"g\.txt, line 1: should be 'NAME -- LAYER"),
         (
             "n -- C -- forward_compute_time=x, backward_compute_time=2, activation_size=1, parameter_size=1",
