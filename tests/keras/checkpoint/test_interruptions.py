@@ -173,6 +173,7 @@ class StandIn:
             "broadcast_object": lambda value: value,
             "can_write": lambda: True,
             "description": dict,
+            "notes": lambda counted: {},
             "requests": lambda: 0,
             "run_section": lambda call: call(),
             "samples": lambda: 0.0,
