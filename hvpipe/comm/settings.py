@@ -182,7 +182,7 @@ def live_folder(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def job_folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder that `hvpipe run` shares with the ranks of its host; None if there is none here."""
+    """Return the folder that `hvpipe run` shares with the ranks of its host; None outside of such a job."""
     text = (os.environ if environ is None else environ).get("HVPIPE_JOB_FOLDER")
     return Path(text) if text and os.path.isdir(text) else None
 

@@ -17,7 +17,7 @@ from hvpipe.trace.events import Event
 from hvpipe.trace.sample import GpuReading, Sample, Utilization, sample_events, summarise_samples
 
 PERIOD_S = 0.1
-_MOST_OF_A_CORE = 0.008
+_MOST_OF_A_CORE = 0.008  # the last look comes on top, and docs/gpu.md promises less than 0.01 in all
 _MOST_SAMPLES = 18_000  # half an hour at 10 Hz; some 20 MB
 
 

@@ -28,7 +28,7 @@ class GradientCompressor(Protocol):
     """How one gradient becomes two parts. `kept` goes from `second` to `decoded`, also into the next step."""
 
     def start(self) -> Any:
-        """Return the first `memory` (array), equal on all ranks; None if there is none."""
+        """Return the first `memory` (array), equal on all ranks; None if the compressor has no memory."""
 
     def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
         """Return what this rank gives (its gradient, times its share, plus its error), and part 1 of it."""
