@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class HvpipeError(RuntimeError):
@@ -54,3 +54,10 @@ def name_lost(ranks: Sequence[int], size: int | None = None) -> str:
     *others, last = map(str, ranks)
     named = f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
     return f"{named}{of} {'were' if others else 'was'} lost"
+
+
+def listed(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:
+    """List items for a message: all, or if there are many, the first and how many more."""
+    given = list(items)
+    more = [f"{len(given) - most:,} more"] if len(given) > most + 1 else []
+    return separator.join((given[:most] if more else given) + more)

@@ -7,11 +7,11 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from hvpipe.commands.plan_request import PlanRequest, PlanResult
+from hvpipe.errors import listed
 from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan.baselines import is_random
 from hvpipe.plan.explain import explain
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
-from hvpipe.specs.cluster import listed
 
 FORMAT, VERSION = "hvpipe-plan-report", 1
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from hvpipe.errors import PlanError
+from hvpipe.errors import PlanError, listed
 from hvpipe.forecast.gradient_reduce import BackwardSpan, Ring, RingGradients, reduce_beside
 from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
-from hvpipe.specs.cluster import Cluster, Device, Link, listed
+from hvpipe.specs.cluster import Cluster, Device, Link
 from hvpipe.specs.profile import Profile
 from hvpipe.trace.events import Event, Trace
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from hvpipe.errors import listed
 from hvpipe.plan.device_orders import DeviceOrders
 from hvpipe.plan.greedy_fill import BeamWidth, Cut, fill
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
-from hvpipe.specs.cluster import Cluster, listed
+from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
 _BREADTH = BeamWidth(sets=32, ends=3)

@@ -5,26 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any
 
 from hvpipe.config_file import Table, fingerprint, read_document, write_document
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, listed
 
 FORMAT, VERSION = "hvpipe-cluster", 1
 
 MOST_HOSTS = 1 << 16
 """The largest `count` of a host."""
-
-
-def listed(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:
-    """List items for a message: all, or if there are many, the first and how many more."""
-    given = list(items)
-    more = [f"{len(given) - most:,} more"] if len(given) > most + 1 else []
-    return separator.join((given[:most] if more else given) + more)
 
 
 Port = tuple[str, str]
