@@ -53,7 +53,7 @@ Engine::~Engine() {
   watchdog_.Stop();
   progress_->Stop();
   device_.Abort();  // before the buffers that are registered with NCCL are freed; does nothing after Close
-  if (!progress_->error() && device_.Aborted(kLeaveS)) {
+  if (!progress_->error() && device_.Aborted(kLeaveS) && buckets_.WaitUntilRead(kLeaveS)) {
     progress_.reset();  // ends the operations, which use the parts
     return;
   }

@@ -2,7 +2,9 @@
 #include "core/gradient_buckets.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "device/device_stages.h"
@@ -105,7 +107,7 @@ std::shared_ptr<Operation> GradientBuckets::MakeRemoval(std::shared_ptr<Plan> pl
   const auto remove = [device, plan = std::move(plan)] {
     if (device->ranks && !device->ranks->Ready()) return false;
     for (const auto& bucket : plan->buckets) {
-      if (bucket->unpacked_before && !device->device->Reached(bucket->device->read())) return false;
+      if (!bucket->Read()) return false;
     }
     for (const auto& bucket : plan->buckets) bucket->device->Deregister();
     return true;
@@ -113,6 +115,30 @@ std::shared_ptr<Operation> GradientBuckets::MakeRemoval(std::shared_ptr<Plan> pl
   operation->AddStage([remove](const Operation&) { return std::make_unique<DeviceLaunch>(remove); },
                       device->ranks ? &device->order : nullptr);
   return operation;
+}
+
+bool GradientBuckets::Bucket::Read() const {
+  return !unpacked_before || device->rank_device().device->Reached(device->read());
+}
+
+// NCCL's memory may not be freed before: unlike cudaFree, ncclMemFree does not wait for the device.
+bool GradientBuckets::WaitUntilRead(double patience_s) const {
+  const double end_s = Now() + patience_s;
+  const auto all_read = [this] {
+    return std::all_of(plans_.begin(), plans_.end(), [](const auto& plan) {
+      return !plan || std::all_of(plan->buckets.begin(), plan->buckets.end(),
+                                  [](const auto& bucket) { return bucket->Read(); });
+    });
+  };
+  try {
+    while (!all_read()) {
+      if (Now() > end_s) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  } catch (const Error&) {  // the device is lost
+    return false;
+  }
+  return true;
 }
 
 void GradientBuckets::Leak() {

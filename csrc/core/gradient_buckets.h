@@ -78,6 +78,8 @@ class GradientBuckets {
   // Drop the sum of a bucket that Collect waited for, because the step that wanted it has failed.
   void Discard(int plan, int bucket);
 
+  // Wait until the device has read all sums that it was to unpack. Returns false if that takes longer.
+  bool WaitUntilRead(double patience_s) const;
   // After an error, leave all buffers allocated: MPI or NCCL may still use them.
   void Leak();
 
@@ -88,6 +90,8 @@ class GradientBuckets {
     void MakeHostBuffer();
     void Pack(const std::vector<const void*>& tensors, double scale);
     void Unpack(const std::vector<void*>& tensors) const;
+    // Whether the device has read the last sum.
+    bool Read() const;
     BucketLayout layout;
     // One of these three holds the gradients.
     std::shared_ptr<AlignedBuffer> host;

@@ -112,6 +112,26 @@ Request PostReceive(Engine& engine, std::size_t bytes, int peer, int tag, const 
   return request;
 }
 
+// TensorFlow's kernels send and take posted messages. From Python, only tests do.
+void SendPosted(Engine& engine, std::int64_t number, const nb::object& array, Address data, std::size_t bytes,
+                Address stream) {
+  const std::shared_ptr<const void> held(new nb::object(array), [](const void* object) {
+    const nb::gil_scoped_acquire acquire;
+    delete static_cast<const nb::object*>(object);
+  });
+  const nb::gil_scoped_release release;
+  engine.device_messages().SendPosted(number, reinterpret_cast<const void*>(data), bytes,
+                                      reinterpret_cast<void*>(stream), held);
+}
+
+void TakePosted(Engine& engine, std::int64_t number, Address out, std::size_t bytes,
+                const std::string& dtype_name, Address stream) {
+  const DType dtype = ParseDType(dtype_name);
+  const nb::gil_scoped_release release;
+  engine.device_messages().TakePosted(number, reinterpret_cast<void*>(out), bytes / SizeOf(dtype), dtype,
+                                      reinterpret_cast<void*>(stream));
+}
+
 }  // namespace
 
 void BindMessages(nb::module_& module, EngineClass& engine) {
@@ -128,6 +148,10 @@ void BindMessages(nb::module_& module, EngineClass& engine) {
            nb::arg("peer"), nb::arg("tag"), nb::arg("what"), nb::arg("stream"))
       .def("post_send", &PostSend, nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
       .def("post_receive", &PostReceive, nb::arg("bytes"), nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
+      .def("send_posted", &SendPosted, nb::arg("number"), nb::arg("array"), nb::arg("address"),
+           nb::arg("bytes"), nb::arg("stream"))
+      .def("take_posted", &TakePosted, nb::arg("number"), nb::arg("address"), nb::arg("bytes"),
+           nb::arg("dtype"), nb::arg("stream"))
       .def(
           "add_group",
           [](Engine& self, const std::vector<int>& ranks) {

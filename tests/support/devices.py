@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +20,53 @@ TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V
 
 
 class OnDevice:
-    """An array with the `__cuda_array_interface__` that CuPy's and PyTorch's device arrays have."""
+    """An array with the `__cuda_array_interface__` that CuPy's and PyTorch's device arrays have.
 
-    def __init__(self, values: Array) -> None:
-        self.values = values
+    Args:
+        values: Its numbers, which it changes in place.
+        stream: The fake device's stream that writes and reads the array; 1: the default stream.
+    """
+
+    # The fake device may use arrays of a case until `let_arrays_go`.
+    _used: list[OnDevice] = []
+
+    def __init__(self, values: Array, stream: int = 1) -> None:
+        self._used.append(self)
+        self._values = values
+        self._stream = stream
         self.__cuda_array_interface__ = {
             "shape": values.shape,
             "typestr": TYPESTR[values.dtype.name],
             "data": (values.ctypes.data, False),
             "strides": None if values.flags.c_contiguous else values.strides,
             "version": 3,
-            "stream": 1,
+            "stream": stream,
         }
+
+    @property
+    def values(self) -> Array:
+        """The numbers, after the work that the array's stream holds now; of no other stream."""
+        assert finish_stream(self._stream, 20), "work on the fake device that does not end"
+        return self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @classmethod
+    def let_arrays_go(cls) -> None:
+        """End a case: free its arrays, unless work of a failed engine may still use them."""
+        if all(finish_stream(stream, 0) for stream in {array._stream for array in cls._used}):
+            cls._used.clear()
+
+
+def finish_stream(stream: int, limit_s: float) -> bool:
+    """Run the work of a stream of the fake device. Return whether it ended in time."""
+    path = os.environ.get("FAKE_NCCL_DEVICE")
+    if path is None:
+        return True
+    finish = ctypes.CDLL(path).fake_device_finish
+    finish.argtypes = [ctypes.c_void_p, ctypes.c_double]
+    return bool(finish(stream, limit_s))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import hvpipe
-from devices import Libraries
+from devices import Libraries, OnDevice
 from distributed import rank_in_environment
 from hvpipe.comm.engine import Engine
 from hvpipe.comm.native import import_native
@@ -71,6 +71,12 @@ def libraries(world: None) -> Libraries:
     found: Libraries = hvpipe.broadcast_object(made)
     os.environ["FAKE_NCCL_DEVICE"] = found.device
     return found
+
+
+@pytest.fixture(autouse=True)
+def free_arrays() -> Iterator[None]:
+    yield
+    OnDevice.let_arrays_go()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 // An NCCL for tests without a GPU: sums host memory over MPI in the background, and fails on request. All
-// ranks of MPI's world make communicators at the same time; ranks with the same id share one.
+// ranks of MPI's world make communicators at the same time; ranks with the same id share one. Collectives and
+// messages wait their turn in the streams of fake_device.cc.
 //
 // Compile with -DVERSION=code. -DWITHOUT_BROADCAST and -DWITHOUT_MEMORY leave functions out. FAKE_NCCL
 // chooses a failure:
@@ -12,8 +13,8 @@
 //   "memory-large"    memory in units of 512 MiB
 //   "finalize"        an error
 // With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may if other ranks of the host do not abort.
-// Leaving waits for all ranks, as in NCCL. FAKE_NCCL_DEVICE names the library of the test device: collectives
-// are then refused on a thread that has no current device.
+// Leaving waits for all ranks, as in NCCL. FAKE_NCCL_DEVICE names the library of the test device: calls are then
+// refused on a thread that has no current device. Without it, or before it is loaded, calls run at once.
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -22,6 +23,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -52,26 +55,42 @@ bool Fails(const char* how) {
   return wanted != nullptr && std::string(wanted) == how;
 }
 
-// One collective at a time. Its result is there when CommGetAsyncError returns success. Two ranks connect by
-// messages and may make communicators in any order, as in NCCL. More ranks make a communicator all at the
-// same time.
+// Two ranks connect by messages and may make communicators in any order, as in NCCL. More ranks make a communicator
+// all at the same time. The caller may use it if CommGetAsyncError returns success.
 struct Communicator {
   int rank = 0, size = 1;
   MPI_Comm ranks = MPI_COMM_NULL;
   int serial = 0;  // number of its id, among the ids of the rank that created it
   int other = -1;  // the other one of two ranks, in MPI's world; negative: unknown so far
   int told = -1;   // what a rank tells about itself
-  MPI_Request request = MPI_REQUEST_NULL;
-  std::vector<char> sent, gathered;  // gathered: what every rank sent
-  void* out = nullptr;
-  bool sums = true;
-  std::size_t first = 0, count = 0;  // the elements of each rank that are summed
-  hvpipe::DType dtype = hvpipe::DType::kFloat32;
+  // Of a handshake, or of a call that runs at once.
   bool busy = false;
-  bool carries = false;  // a message or a handshake of two ranks
-  bool sends_or_receives = false;
-  bool leaving = false;
+  std::shared_ptr<struct Call> call;
+  MPI_Request request = MPI_REQUEST_NULL;
+  bool launching = false;  // a call was handed to a stream, and CommGetAsyncError was not asked since
+  int waiting = 0;         // calls that wait in streams
+  bool aborted = false;
   int state = kSuccess;
+};
+
+// One collective or message.
+struct Call {
+  Communicator* of;
+  std::function<void(MPI_Request&)> begin;
+  std::function<void()> end;
+  bool begun = false;
+  MPI_Request request = MPI_REQUEST_NULL;
+
+  // Returns whether it is over.
+  bool Run() {
+    if (of->aborted) return true;
+    if (!std::exchange(begun, true)) begin(request);
+    int done = 1;
+    if (request != MPI_REQUEST_NULL) MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+    if (done == 0 || Fails("hang")) return false;
+    end();
+    return true;
+  }
 };
 
 Communicator& Of(void* communicator) { return *static_cast<Communicator*>(communicator); }
@@ -84,22 +103,6 @@ hvpipe::DType TypeOf(int type) {
 
 std::atomic<bool> carrying{false};  // a message of this rank
 
-void Finish(Communicator& communicator) {
-  communicator.busy = false;
-  if (std::exchange(communicator.sends_or_receives, false)) carrying = false;
-  if (communicator.leaving || communicator.carries) return;
-  if (!communicator.sums) {
-    std::memcpy(communicator.out, communicator.gathered.data(), communicator.gathered.size());
-    return;
-  }
-  std::vector<const void*> terms;
-  for (int rank = 0; rank < communicator.size; ++rank) {
-    terms.push_back(communicator.gathered.data() + static_cast<std::size_t>(rank) * communicator.sent.size() +
-                    communicator.first * hvpipe::SizeOf(communicator.dtype));
-  }
-  hvpipe::SumInto(communicator.out, terms.data(), terms.size(), communicator.dtype, communicator.count);
-}
-
 std::atomic<int> memory_held{0}, registrations{0};
 
 struct Message {
@@ -111,13 +114,34 @@ struct Message {
 thread_local int groups = 0;
 thread_local std::vector<Message> sends, receives;
 
-bool DeviceIsCurrent() {
+// A function of the test device; null without one.
+template <typename Function>
+Function OfDevice(const char* name) {
   const char* const named = std::getenv("FAKE_NCCL_DEVICE");
-  if (named == nullptr) return true;
-  void* const device = dlopen(named, RTLD_NOW | RTLD_NOLOAD);
-  const auto current =
-      device == nullptr ? nullptr : reinterpret_cast<int (*)()>(dlsym(device, "current_device"));
+  void* const device = named == nullptr ? nullptr : dlopen(named, RTLD_NOW | RTLD_NOLOAD);
+  return device == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(device, name));
+}
+
+bool DeviceIsCurrent() {
+  if (std::getenv("FAKE_NCCL_DEVICE") == nullptr) return true;
+  const auto current = OfDevice<int (*)()>("current_device");
   return current != nullptr && current() >= 0;
+}
+
+[[noreturn]] void End(const char* why) {
+  std::fprintf(stderr, "%s\n", why);
+  std::abort();
+}
+
+// What ncclMemAlloc returns is filled with this.
+constexpr std::uint32_t kNotWritten = 0x55555555;
+
+void CheckIsWritten(const void* memory, std::size_t bytes) {
+  for (std::size_t at = 0; at + sizeof kNotWritten <= bytes; at += sizeof kNotWritten) {
+    if (std::memcmp(static_cast<const char*>(memory) + at, &kNotWritten, sizeof kNotWritten) == 0) {
+      End("NCCL was given memory that nobody has written");
+    }
+  }
 }
 
 // Tags in MPI's world: a message of two ranks, then their handshakes when they connect and leave.
@@ -139,20 +163,67 @@ MPI_Comm Ranks(Communicator& of) {
   return of.ranks;
 }
 
-// Begin to gather `count` elements of each rank.
-int Begin(Communicator& of, const void* in, std::size_t count) {
-  if (!DeviceIsCurrent()) return kInvalidUsage;
-  const std::size_t bytes = count * hvpipe::SizeOf(of.dtype);
-  of.sent.assign(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
-  of.gathered = of.sent;
-  of.busy = true;
-  of.carries = false;
+// Hands a call that uses this memory to a stream, or runs it at once.
+int Launch(std::shared_ptr<Call> call, void* stream, const void* memory, std::size_t bytes) {
+  Communicator& of = *call->of;
   if (Fails("async")) of.state = kRemoteError;
-  if (of.size == 1) return kInProgress;
-  of.gathered.resize(bytes * static_cast<std::size_t>(of.size));
-  MPI_Iallgather(of.sent.data(), static_cast<int>(bytes), MPI_BYTE, of.gathered.data(),
-                 static_cast<int>(bytes), MPI_BYTE, Ranks(of), &of.request);
+  using Enqueue = void (*)(void*, int (*)(void*), void*, const void*, std::size_t);
+  const auto enqueue = OfDevice<Enqueue>("fake_device_enqueue");
+  if (enqueue == nullptr) {
+    of.call = std::move(call);
+    of.busy = true;
+    return kInProgress;
+  }
+  of.launching = true;
+  ++of.waiting;
+  const auto run = [](void* context) {
+    const auto held = static_cast<std::shared_ptr<Call>*>(context);
+    if (!(*held)->Run()) return 0;
+    --(*held)->of->waiting;
+    delete held;
+    return 1;
+  };
+  enqueue(stream, run, new std::shared_ptr<Call>(std::move(call)), memory, bytes);
   return kInProgress;
+}
+
+bool Refuses(const Communicator& of) { return of.busy || of.launching || !DeviceIsCurrent(); }
+
+// Gathers `count` elements of each rank; `end` gets them in the order of ranks.
+int Gather(Communicator& of, const void* in, std::size_t count, hvpipe::DType dtype, void* stream, const void* memory,
+           std::size_t memory_bytes, std::function<void(const char* gathered, std::size_t bytes)> end) {
+  if (Refuses(of)) return kInvalidUsage;  // the caller did not wait until the communicator was ready
+  const std::size_t bytes = count * hvpipe::SizeOf(dtype);
+  const MPI_Comm ranks = of.size == 1 ? MPI_COMM_NULL : Ranks(of);
+  struct Data {
+    std::vector<char> sent, gathered;
+  };
+  const auto data = std::make_shared<Data>();
+  const auto begin = [=, size = static_cast<std::size_t>(of.size)](MPI_Request& request) {
+    CheckIsWritten(in, bytes);
+    data->sent.assign(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
+    data->gathered = data->sent;
+    if (size == 1) return;
+    data->gathered.resize(bytes * size);
+    MPI_Iallgather(data->sent.data(), static_cast<int>(bytes), MPI_BYTE, data->gathered.data(),
+                   static_cast<int>(bytes), MPI_BYTE, ranks, &request);
+  };
+  auto call = std::make_shared<Call>();
+  call->of = &of;
+  call->begin = begin;
+  call->end = [=] { end(data->gathered.data(), bytes); };
+  return Launch(std::move(call), stream, memory, memory_bytes);
+}
+
+// Writes the sums of `count` elements from `first` on.
+auto SumOf(const Communicator& of, void* out, std::size_t first, std::size_t count, hvpipe::DType dtype) {
+  return [=, size = static_cast<std::size_t>(of.size)](const char* gathered, std::size_t bytes) {
+    std::vector<const void*> terms;
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      terms.push_back(gathered + rank * bytes + first * hvpipe::SizeOf(dtype));
+    }
+    hvpipe::SumInto(out, terms.data(), terms.size(), dtype, count);
+  };
 }
 
 }  // namespace
@@ -204,12 +275,12 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
   if (size > 2) MPI_Comm_split(MPI_COMM_WORLD, id.internal[1], rank, &made->ranks);
   if (size == 2 && rank == 0) {
     MPI_Irecv(&made->other, 1, MPI_INT, MPI_ANY_SOURCE, TagOf(*made, 2), MPI_COMM_WORLD, &made->request);
-    made->busy = made->carries = true;
+    made->busy = true;
   } else if (size == 2) {
     made->other = id.internal[1];
     MPI_Comm_rank(MPI_COMM_WORLD, &made->told);
     MPI_Isend(&made->told, 1, MPI_INT, made->other, TagOf(*made, 2), MPI_COMM_WORLD, &made->request);
-    made->busy = made->carries = true;
+    made->busy = true;
   }
   *out = made;
   return kInProgress;
@@ -218,57 +289,67 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
 int ncclCommGetAsyncError(void* communicator, int* state) {
   Communicator& of = Of(communicator);
   *state = of.state;
-  if (Fails("init-hang")) *state = kInProgress;
+  if (of.state != kSuccess) return kSuccess;
+  if (Fails("init-hang") || (Fails("hang") && of.launching)) {
+    *state = kInProgress;
+    return kSuccess;
+  }
+  if (std::exchange(of.launching, false)) *state = kInProgress;
   if (!of.busy) return kSuccess;
   int done = 1;
-  if (of.request != MPI_REQUEST_NULL) MPI_Test(&of.request, &done, MPI_STATUS_IGNORE);
-  if (done != 0 && !Fails("hang")) Finish(of);
-  if (of.busy) *state = kInProgress;
+  if (of.call) {
+    done = of.call->Run() ? 1 : 0;
+  } else {
+    MPI_Test(&of.request, &done, MPI_STATUS_IGNORE);
+  }
+  if (done == 0) {
+    *state = kInProgress;
+    return kSuccess;
+  }
+  of.busy = false;
+  of.call.reset();
   return kSuccess;
 }
 
 int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int /*sum*/, void* communicator,
-                  void* /*stream*/) {
+                  void* stream) {
   Communicator& of = Of(communicator);
-  if (of.busy) return kInvalidUsage;  // the caller did not wait until the communicator was ready
-  of.dtype = TypeOf(type);
-  of.sums = true;
-  of.first = 0;
-  of.count = count;
-  of.out = out;
-  return Begin(of, in, count);
+  const hvpipe::DType dtype = TypeOf(type);
+  return Gather(of, in, count, dtype, stream, out, count * hvpipe::SizeOf(dtype), SumOf(of, out, 0, count, dtype));
 }
 
 int ncclReduceScatter(const void* in, void* out, std::size_t part, int type, int /*sum*/, void* communicator,
-                      void* /*stream*/) {
+                      void* stream) {
   Communicator& of = Of(communicator);
-  if (of.busy) return kInvalidUsage;
-  of.dtype = TypeOf(type);
-  of.sums = true;
-  of.first = part * static_cast<std::size_t>(of.rank);
-  of.count = part;
-  of.out = out;
-  return Begin(of, in, part * static_cast<std::size_t>(of.size));
+  const hvpipe::DType dtype = TypeOf(type);
+  const std::size_t count = part * static_cast<std::size_t>(of.size);
+  const std::size_t first = part * static_cast<std::size_t>(of.rank);
+  return Gather(of, in, count, dtype, stream, in, count * hvpipe::SizeOf(dtype), SumOf(of, out, first, part, dtype));
 }
 
-int ncclAllGather(const void* in, void* out, std::size_t part, int type, void* communicator,
-                  void* /*stream*/) {
+int ncclAllGather(const void* in, void* out, std::size_t part, int type, void* communicator, void* stream) {
   Communicator& of = Of(communicator);
-  if (of.busy) return kInvalidUsage;
-  of.dtype = TypeOf(type);
-  of.sums = false;
-  of.out = out;
-  return Begin(of, in, part);
+  const hvpipe::DType dtype = TypeOf(type);
+  const auto end = [=](const char* gathered, std::size_t bytes) {
+    std::memcpy(out, gathered, bytes * static_cast<std::size_t>(of.size));
+  };
+  const std::size_t bytes = part * static_cast<std::size_t>(of.size) * hvpipe::SizeOf(dtype);
+  return Gather(of, in, part, dtype, stream, out, bytes, end);
 }
 
 #ifndef WITHOUT_BROADCAST
 int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, int root, void* communicator,
-                  void* /*stream*/) {
+                  void* stream) {
   Communicator& of = Of(communicator);
-  if (of.busy || of.size == 1 || !DeviceIsCurrent()) return kInvalidUsage;
-  if (in != out) std::memcpy(out, in, bytes);
-  MPI_Bcast(out, static_cast<int>(bytes), MPI_BYTE, root, Ranks(of));
-  return kSuccess;
+  if (Refuses(of) || of.size == 1) return kInvalidUsage;
+  auto call = std::make_shared<Call>();
+  call->of = &of;
+  call->begin = [=, ranks = Ranks(of)](MPI_Request& request) {
+    if (in != out) std::memcpy(out, in, bytes);
+    MPI_Ibcast(out, static_cast<int>(bytes), MPI_BYTE, root, ranks, &request);
+  };
+  call->end = [] {};
+  return Launch(std::move(call), stream, out, bytes);
 }
 #endif
 
@@ -283,8 +364,11 @@ int ncclMemAlloc(void** memory, std::size_t bytes) {
   return kSuccess;
 }
 
+// Unlike CUDA's, it does not wait for the device.
 int ncclMemFree(void* memory) {
   if (!DeviceIsCurrent()) return kInvalidUsage;  // memory_held will not return to 0
+  const auto uses = OfDevice<int (*)(const void*, std::size_t)>("fake_device_uses");
+  if (uses != nullptr && uses(memory, 1) != 0) End("memory of NCCL was freed that work on a stream waits to use");
   if (Fails("memory-large")) unsetenv("FAKE_DEVICE_FREE");
   std::free(memory);
   --memory_held;
@@ -292,14 +376,14 @@ int ncclMemFree(void* memory) {
 }
 
 int ncclCommRegister(void* communicator, void* memory, std::size_t, void** registration) {
-  if (Of(communicator).busy || !DeviceIsCurrent()) return kInvalidUsage;
+  if (Refuses(Of(communicator))) return kInvalidUsage;
   *registration = memory;
   ++registrations;
   return kSuccess;
 }
 
 int ncclCommDeregister(void* communicator, void* registration) {
-  if (Of(communicator).busy || registration == nullptr || !DeviceIsCurrent()) return kInvalidUsage;
+  if (Refuses(Of(communicator)) || registration == nullptr) return kInvalidUsage;
   --registrations;
   return kSuccess;
 }
@@ -311,20 +395,23 @@ int nccl_registrations() { return registrations; }
 // Messages to this rank itself, inside a group and in order; or to the other one of two ranks, outside of
 // groups. The second kind is one at a time on this rank: NCCL could wait for ever if streams do not make
 // progress concurrently.
-int Carry(Communicator& of, void* data, std::size_t bytes, int peer, bool sends) {
-  if (of.busy || of.size != 2 || peer != 1 - of.rank || !DeviceIsCurrent()) return kInvalidUsage;
+int Carry(Communicator& of, void* data, std::size_t bytes, int peer, bool sends, void* stream) {
+  if (Refuses(of) || of.size != 2 || peer != 1 - of.rank) return kInvalidUsage;
   if (carrying.exchange(true)) return kInvalidUsage;
-  of.sends_or_receives = true;
-  of.busy = of.carries = true;
-  if (Fails("async")) of.state = kRemoteError;
   const auto count = static_cast<int>(bytes);
-  if (sends) {
-    of.sent.assign(static_cast<const char*>(data), static_cast<const char*>(data) + bytes);
-    MPI_Isend(of.sent.data(), count, MPI_BYTE, of.other, TagOf(of, 0), MPI_COMM_WORLD, &of.request);
-  } else {
-    MPI_Irecv(data, count, MPI_BYTE, of.other, TagOf(of, 0), MPI_COMM_WORLD, &of.request);
-  }
-  return kInProgress;
+  const auto sent = std::make_shared<std::vector<char>>();
+  auto call = std::make_shared<Call>();
+  call->of = &of;
+  call->begin = [=, &of](MPI_Request& request) {
+    if (sends) {
+      sent->assign(static_cast<const char*>(data), static_cast<const char*>(data) + bytes);
+      MPI_Isend(sent->data(), count, MPI_BYTE, of.other, TagOf(of, 0), MPI_COMM_WORLD, &request);
+    } else {
+      MPI_Irecv(data, count, MPI_BYTE, of.other, TagOf(of, 0), MPI_COMM_WORLD, &request);
+    }
+  };
+  call->end = [] { carrying = false; };
+  return Launch(std::move(call), stream, data, bytes);
 }
 
 int ncclGroupStart() {
@@ -332,15 +419,15 @@ int ncclGroupStart() {
   return kSuccess;
 }
 
-int ncclSend(const void* data, std::size_t bytes, int, int peer, void* communicator, void*) {
-  if (groups == 0) return Carry(Of(communicator), const_cast<void*>(data), bytes, peer, true);
+int ncclSend(const void* data, std::size_t bytes, int, int peer, void* communicator, void* stream) {
+  if (groups == 0) return Carry(Of(communicator), const_cast<void*>(data), bytes, peer, true, stream);
   if (peer != Of(communicator).rank) return kInvalidUsage;
   sends.push_back({const_cast<void*>(data), bytes});
   return kInProgress;
 }
 
-int ncclRecv(void* data, std::size_t bytes, int, int peer, void* communicator, void*) {
-  if (groups == 0) return Carry(Of(communicator), data, bytes, peer, false);
+int ncclRecv(void* data, std::size_t bytes, int, int peer, void* communicator, void* stream) {
+  if (groups == 0) return Carry(Of(communicator), data, bytes, peer, false, stream);
   if (peer != Of(communicator).rank) return kInvalidUsage;
   receives.push_back({data, bytes});
   return kInProgress;
@@ -363,7 +450,7 @@ int ncclCommFinalize(void* communicator) {
   Communicator& of = Of(communicator);
   if (Fails("finalize")) return kRemoteError;
   if (of.size == 1) return kSuccess;
-  of.busy = of.leaving = true;
+  of.busy = true;
   if (of.size > 2) {
     MPI_Ibarrier(of.ranks, &of.request);
   } else {  // a handshake: only its arrival matters
@@ -377,17 +464,16 @@ int ncclCommFinalize(void* communicator) {
 
 int ncclCommDestroy(void* communicator) {
   if (!DeviceIsCurrent()) return kInvalidUsage;
+  if (Of(communicator).waiting > 0) End("a communicator was destroyed before its work");
   delete &Of(communicator);
   return kSuccess;
 }
 
-// Leaves requests under way, and their memory.
+// Leaves requests under way, and their memory. Its streams go on.
 int ncclCommAbort(void* communicator) {
-  if (!DeviceIsCurrent()) {  // its callers ignore an error
-    std::fputs("ncclCommAbort without a current device\n", stderr);
-    std::abort();
-  }
-  if (Of(communicator).sends_or_receives) carrying = false;
+  if (!DeviceIsCurrent()) End("ncclCommAbort without a current device");  // its callers ignore an error
+  Of(communicator).aborted = true;
+  carrying = false;
   if (std::getenv("FAKE_NCCL_ABORT") != nullptr) std::this_thread::sleep_for(std::chrono::minutes(1));
   return kSuccess;
 }

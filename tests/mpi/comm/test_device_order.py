@@ -1,0 +1,133 @@
+"""What streams of a device wait for. The fake device runs work as late as CUDA allows (tests/support/native).
+
+So after a forgotten wait, work reads what is not written yet, or what is already written over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvpipe
+from devices import WAYS, Libraries, OnDevice, needs_others, open_engine, values_of
+from hvpipe.comm.engine import Engine
+from hvpipe.plan.buckets import Gradient, plan_buckets
+
+MADE_ON, USED_ON = 11, 12  # two streams
+MODEL = [Gradient("small", (1_000,), "float32"), Gradient("large", (300_001,), "float32")]
+
+
+@pytest.fixture(params=WAYS, scope="module")
+def device_engine(request: Any, libraries: Libraries) -> Iterator[Engine]:
+    engine = open_engine(libraries, request.param)
+    engine.use_device()
+    yield engine
+    engine.agree("end of the cases")
+    engine.stop()
+
+
+def empty(count: int, stream: int = MADE_ON) -> OnDevice:
+    return OnDevice(np.full(count, np.nan, np.float32), stream)
+
+
+def sum_of(count: int, step: int = 0) -> Any:
+    return sum(values_of(rank + step, count, "float32") for rank in range(hvpipe.size()))
+
+
+def take_steps(engine: Engine, name: str, steps: int) -> list[list[OnDevice]]:
+    """Train steps with gradients of one stream and sums for another. Return the sums of each step."""
+    plan = plan_buckets(MODEL, 1_000_000)
+    plan_id = engine.add_plan(name, plan, on_device=True)
+    sums = []
+    for step in range(steps):
+        engine.core.begin_step(plan_id, step, 1.0, True)
+        for index, bucket in enumerate(plan.buckets):
+            gradients = [values_of(hvpipe.rank() + step, count, "float32") for count in bucket.counts]
+            engine.submit_on_device(plan_id, index, [OnDevice(g, MADE_ON) for g in gradients], 1.0)
+        sums.append([empty(count, USED_ON) for bucket in plan.buckets for count in bucket.counts])
+        for index in range(len(plan.buckets)):
+            engine.collect_on_device(plan_id, index, [sums[-1][index]])
+    return sums
+
+
+def test_a_bucket_is_packed_again_after_its_sum_was_read(device_engine: Engine) -> None:
+    for step, sums in enumerate(take_steps(device_engine, "several streams", 3)):
+        for out in sums:
+            np.testing.assert_array_equal(out.values, sum_of(len(out), step))
+
+
+def late_average(engine: Engine, count: int = 5_000) -> tuple[OnDevice, Any]:
+    """Return an array that its stream will average, and its average."""
+    out = empty(count)
+    engine.allreduce(OnDevice(values_of(hvpipe.rank(), count, "float32"), MADE_ON), out=out)
+    return out, sum_of(count) / np.float32(hvpipe.size())
+
+
+def test_calls_use_an_array_after_the_work_on_its_stream(device_engine: Engine) -> None:
+    array, average = late_average(device_engine)
+    device_engine.allreduce(array, op="sum", out=array)
+    device_engine.broadcast(array)
+    np.testing.assert_allclose(array.values, average * hvpipe.size(), rtol=1e-6)
+
+
+def test_a_message_is_sent_after_the_work_on_its_stream(device_engine: Engine) -> None:
+    needs_others()
+    rank, size = hvpipe.rank(), hvpipe.size()
+    array, average = late_average(device_engine)
+    out = empty(len(array))
+    requests = [
+        device_engine.receive_on_device(out, (rank - 1) % size, 0, "a message"),
+        device_engine.send(array, (rank + 1) % size, 0, "a message"),
+    ]
+    for request in requests:
+        request.wait()
+    np.testing.assert_allclose(out.values, average, rtol=1e-6)
+
+
+def test_a_message_is_received_after_the_work_on_its_stream(device_engine: Engine) -> None:
+    needs_others()
+    rank, size = hvpipe.rank(), hvpipe.size()
+    array, _ = late_average(device_engine)
+    requests = [
+        device_engine.receive_on_device(array, (rank - 1) % size, 0, "a message"),
+        device_engine.send(OnDevice(values_of(rank, len(array), "float32")), (rank + 1) % size, 0, "a message"),
+    ]
+    for request in requests:
+        request.wait()
+    np.testing.assert_array_equal(array.values, values_of((rank - 1) % size, len(array), "float32"))
+
+
+def test_memory_of_a_posted_message_is_used_again_after_it_was_read(device_engine: Engine) -> None:
+    needs_others()
+    rank, size, count = hvpipe.rank(), hvpipe.size(), 4_000
+    outs = [empty(count) for _ in range(4)]
+    for number, out in enumerate(outs):
+        received = device_engine.post_receive(4 * count, (rank - 1) % size, 5, "a message")
+        sent = device_engine.post_send((rank + 1) % size, 5, "a message")
+        array = OnDevice(values_of(100 * number + rank, count, "float32"), MADE_ON)
+        device_engine.core.send_posted(sent.number, array, *device_engine._on_device(array).span, MADE_ON)
+        received.wait()
+        device_engine.core.take_posted(received.number, *device_engine._on_device(out).span, "float32", MADE_ON)
+        sent.wait()
+    for number, out in enumerate(outs):
+        wanted = values_of(100 * number + (rank - 1) % size, count, "float32")
+        np.testing.assert_array_equal(out.values, wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_ends_after_its_sums_were_read(libraries: Libraries, way: str) -> None:
+    device = ctypes.CDLL(libraries.device)
+    held = device.things_held()
+    engine = open_engine(libraries, way)
+    engine.use_device()
+    sums = take_steps(engine, "the last step", 2)
+    engine.agree("end of a case")
+    engine.stop()
+    engine.core = None
+    assert device.things_held() == held
+    for out in sums[-1]:
+        np.testing.assert_array_equal(out.values, sum_of(len(out), 1))
