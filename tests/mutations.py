@@ -303,6 +303,153 @@ ENGINE = (
 )
 
 
+ORDER, MESSAGES = f"{COMM}/test_device_order.py", f"{COMM}/test_device_messages.py"
+BUCKETS, FAILURES = f"{COMM}/test_device.py", f"{COMM}/test_device_errors.py"
+
+
+def on_device(name: str, fragment: str, replacement: str, *tests: str, ranks: int = 2) -> Mutation:
+    """Return a mutation of the engine's device half. 4 ranks run as two hosts."""
+    env = (("HVPIPE_RANKS_PER_HOST", "2"),) if ranks == 4 else ()
+    return Mutation(f"device: {name}", "csrc", fragment, replacement, tests, ranks, env)
+
+
+DEVICE = (
+    on_device(
+        "NCCL does not wait for the pack",
+        "device->device->Wait(stream, begun);\n      call(stream);",
+        "call(stream);",
+        ORDER,
+    ),
+    on_device(
+        "a copy to the host does not wait for the pack",
+        "device->device->Wait(device->stream.get(), begun);\n    copy(",
+        "copy(",
+        ORDER,
+    ),
+    on_device(
+        "the unpack does not wait for NCCL",
+        "&device_.order);\n  AddArrival(operation, *device_.device, device_.ranks.get(), ended);",
+        "&device_.order);",
+        ORDER,
+    ),
+    on_device(
+        "the host does not wait for a copy",
+        "launch); });\n  AddArrival(operation, *device_.device, device_.ranks.get(), ended);",
+        "launch); });",
+        ORDER,
+    ),
+    on_device(
+        "a bucket is packed again before its sum was read",
+        "if (bucket.unpacked_before) device.device->Wait(stream, buffer.read());",
+        "",
+        ORDER,
+    ),
+    on_device("NCCL's memory is not cleared", "device.Clear(memory.get(), bytes);", "", BUCKETS),
+    on_device(
+        "a plan is freed before its sums were read",
+        "if (!bucket->Read()) return false;",
+        "",
+        ORDER,
+    ),
+    on_device(
+        "an engine ends before its sums were read",
+        " && buckets_.WaitUntilRead(kLeaveS)",
+        "",
+        ORDER,
+    ),
+    on_device(
+        "a call does not wait for its array",
+        "device.device->Record(begun, stream);\n    const DeviceReduce",
+        "device.device->Record(begun, device.stream.get());\n    const DeviceReduce",
+        ORDER,
+    ),
+    on_device(
+        "a broadcast does not wait for its array",
+        "device.device->Record(begun, stream);\n  if (device.nccl",
+        "device.device->Record(begun, device.stream.get());\n  if (device.nccl",
+        ORDER,
+    ),
+    on_device(
+        "a message does not wait for its array",
+        "message->BeginBehind(device, stream);\n  message->sends = true;",
+        "message->sends = true;",
+        ORDER,
+    ),
+    on_device(
+        "a message is received before its array is free",
+        "message->BeginBehind(device, stream);\n  ReceiveInto(",
+        "ReceiveInto(",
+        ORDER,
+    ),
+    on_device(
+        "a message's memory is used again before it was read",
+        "AddArrival(*operation, *device.device, nullptr, read.get());",
+        "",
+        ORDER,
+    ),
+    on_device(
+        "a message is over before its copy",
+        "launch); });\n  AddArrival(operation, *on, nullptr, message->ended.get());",
+        "launch); });",
+        MESSAGES,
+    ),
+    on_device(
+        "a rank has several messages on its GPU at once",
+        "if (device.message_under_way) return false;",
+        "",
+        MESSAGES,
+    ),
+    on_device(
+        "messages of two ranks come in any order",
+        "handshake.number != channel.launched",
+        "false",
+        MESSAGES,
+    ),
+    on_device(
+        "NCCL is called while it launches",
+        "if (!device->ranks->Ready()) return false;  // NCCL may",
+        "// NCCL may",
+        BUCKETS,
+    ),
+    on_device(
+        "ranks call NCCL in orders of their own",
+        "std::make_unique<DeviceLaunch>(launch); },\n                     &device_.order);",
+        "std::make_unique<DeviceLaunch>(launch); });",
+        BUCKETS,
+    ),
+    on_device("buffers are not registered", "if (!nccl_memory_ || registered_) return;", "return;", BUCKETS),
+    on_device(
+        "float16 is scaled after the sum",
+        "if (dtype == DType::kFloat16 && scale != 1.0) {  // scale first: the sum may exceed the range of float16"
+        "\n      device.device",
+        "if (false) {\n      device.device",
+        BUCKETS,
+    ),
+    on_device(
+        "a rank sends another's share between hosts",
+        "CopyToHost(reduce.host, mine,",
+        "CopyToHost(reduce.host, reduce.out,",
+        *(BUCKETS, ORDER),
+        ranks=4,
+    ),
+    on_device(
+        "shares are gathered before they come from the host",
+        "device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);\n"
+        "    device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);",
+        "device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);\n"
+        "    device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);",
+        *(BUCKETS, ORDER),
+        ranks=4,
+    ),
+    on_device(
+        "an abort has no current device",
+        "const Here here(device);\n        (void)abort(ended);",
+        "(void)abort(ended);",
+        FAILURES,
+    ),
+)
+
+
 class Copy:
     """A copy of the repository with a venv of its own, in which one line is broken at a time."""
 
@@ -389,7 +536,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="text in the names of mutations to run")
     parser.add_argument("--check", action="store_true", help="only check that every fragment is there, once")
     arguments = parser.parse_args()
-    chosen = [m for m in (*PLANNING, *KERAS, *ENGINE) if arguments.only in m.name]
+    chosen = [m for m in (*PLANNING, *KERAS, *ENGINE, *DEVICE) if arguments.only in m.name]
     bad = 0
     if arguments.check:
         for mutation in chosen:

@@ -47,6 +47,12 @@ def test_a_device_array_is_averaged_in_place(device_engine: Engine) -> None:
     np.testing.assert_allclose(array.values, wanted, rtol=1e-15)
 
 
+def test_an_average_may_have_a_sum_beyond_its_type(device_engine: Engine) -> None:
+    array = OnDevice(np.full(5, 60_000, np.float16))
+    device_engine.allreduce(array, out=array)
+    np.testing.assert_allclose(array.values, 60_000, rtol=1e-3)
+
+
 def test_calls_of_several_threads_take_turns(device_engine: Engine) -> None:
     """Regression: they shared the events and the staging memory, and the ranks disagreed about their order.
 

@@ -6,6 +6,7 @@ So after a forgotten wait, work reads what is not written yet, or what is alread
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,8 +39,8 @@ def sum_of(count: int, step: int = 0) -> Any:
     return sum(values_of(rank + step, count, "float32") for rank in range(hvpipe.size()))
 
 
-def take_steps(engine: Engine, name: str, steps: int) -> list[list[OnDevice]]:
-    """Train steps with gradients of one stream and sums for another. Return the sums of each step."""
+def take_steps(engine: Engine, name: str, steps: int) -> tuple[int, list[list[OnDevice]]]:
+    """Train steps with gradients of one stream and sums for another. Return the plan and each step's sums."""
     plan = plan_buckets(MODEL, 1_000_000)
     plan_id = engine.add_plan(name, plan, on_device=True)
     sums = []
@@ -51,11 +52,11 @@ def take_steps(engine: Engine, name: str, steps: int) -> list[list[OnDevice]]:
         sums.append([empty(count, USED_ON) for bucket in plan.buckets for count in bucket.counts])
         for index in range(len(plan.buckets)):
             engine.collect_on_device(plan_id, index, [sums[-1][index]])
-    return sums
+    return plan_id, sums
 
 
 def test_a_bucket_is_packed_again_after_its_sum_was_read(device_engine: Engine) -> None:
-    for step, sums in enumerate(take_steps(device_engine, "several streams", 3)):
+    for step, sums in enumerate(take_steps(device_engine, "several streams", 3)[1]):
         for out in sums:
             np.testing.assert_array_equal(out.values, sum_of(len(out), step))
 
@@ -94,7 +95,9 @@ def test_a_message_is_received_after_the_work_on_its_stream(device_engine: Engin
     array, _ = late_average(device_engine)
     requests = [
         device_engine.receive_on_device(array, (rank - 1) % size, 0, "a message"),
-        device_engine.send(OnDevice(values_of(rank, len(array), "float32")), (rank + 1) % size, 0, "a message"),
+        device_engine.send(
+            OnDevice(values_of(rank, len(array), "float32")), (rank + 1) % size, 0, "a message"
+        ),
     ]
     for request in requests:
         request.wait()
@@ -111,11 +114,26 @@ def test_memory_of_a_posted_message_is_used_again_after_it_was_read(device_engin
         array = OnDevice(values_of(100 * number + rank, count, "float32"), MADE_ON)
         device_engine.core.send_posted(sent.number, array, *device_engine._on_device(array).span, MADE_ON)
         received.wait()
-        device_engine.core.take_posted(received.number, *device_engine._on_device(out).span, "float32", MADE_ON)
+        device_engine.core.take_posted(
+            received.number, *device_engine._on_device(out).span, "float32", MADE_ON
+        )
         sent.wait()
     for number, out in enumerate(outs):
         wanted = values_of(100 * number + (rank - 1) % size, count, "float32")
         np.testing.assert_array_equal(out.values, wanted)
+
+
+def test_a_removed_plan_ends_after_its_sums_were_read(device_engine: Engine, libraries: Libraries) -> None:
+    device = ctypes.CDLL(libraries.device)
+    held = device.things_held()
+    plan_id, (sums,) = take_steps(device_engine, "removed", 1)
+    device_engine.remove_plan(plan_id)
+    end_s = time.monotonic() + 20
+    while device.things_held() > held and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert device.things_held() == held
+    for out in sums:
+        np.testing.assert_array_equal(out.values, sum_of(len(out)))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -124,7 +142,7 @@ def test_an_engine_ends_after_its_sums_were_read(libraries: Libraries, way: str)
     held = device.things_held()
     engine = open_engine(libraries, way)
     engine.use_device()
-    sums = take_steps(engine, "the last step", 2)
+    _, sums = take_steps(engine, "the last step", 2)
     engine.agree("end of a case")
     engine.stop()
     engine.core = None
