@@ -419,10 +419,9 @@ DEVICE = (
     ),
     on_device("buffers are not registered", "if (!nccl_memory_ || registered_) return;", "return;", BUCKETS),
     on_device(
-        "float16 is scaled after the sum",
-        "if (dtype == DType::kFloat16 && scale != 1.0) {  // scale first: the sum may exceed the range of float16"
-        "\n      device.device",
-        "if (false) {\n      device.device",
+        "float16 is not scaled before the sum",
+        "the range of float16\n      device.device->ScaleAndCast({{in, out, count}}, dtype, dtype, scale,",
+        "\n      device.device->ScaleAndCast({{in, out, count}}, dtype, dtype, 1.0,",
         BUCKETS,
     ),
     on_device(

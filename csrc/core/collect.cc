@@ -43,6 +43,7 @@ void GradientBuckets::Collect(int plan, int bucket_number, Done done) {
 
 void GradientBuckets::Unpack(int plan, int bucket_number, const std::vector<void*>& tensors) {
   Bucket& bucket = BucketAt(plan, bucket_number);
+  CheckIsOnHost(bucket);
   EventLog& log = telemetry_.log;
   const double start = log.enabled() ? Now() : 0;
   bucket.Unpack(tensors);
@@ -65,6 +66,13 @@ void GradientBuckets::Discard(int plan, int bucket_number) {
   Bucket& bucket = BucketAt(plan, bucket_number);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (bucket.state == BucketState::kReduced) bucket.state = BucketState::kIdle;
+}
+
+void GradientBuckets::CheckIsOnHost(const Bucket& bucket) {
+  if (!bucket.device) return;
+  throw Error(
+      "This plan uses device memory. Received: arrays in host memory for bucket=" + bucket.layout.name,
+      ErrorKind::kUsage);
 }
 
 DeviceBuffer& GradientBuckets::DeviceBufferOf(const Bucket& bucket) {
@@ -97,6 +105,7 @@ void GradientBuckets::UnpackDevice(int plan, int bucket_number, const std::vecto
 
 std::shared_ptr<AlignedBuffer> GradientBuckets::Take(int plan, int bucket_number) {
   Bucket& bucket = BucketAt(plan, bucket_number);
+  CheckIsOnHost(bucket);
   if (bucket.layout.compressed()) return nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto taken = bucket.table ? bucket.table->WholeTable() : bucket.host;

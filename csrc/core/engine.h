@@ -55,6 +55,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Open this rank's device. All ranks call this before any call with device memory. Returns a description of
   // how GPU data will be sent.
   std::string UseDevice(const DeviceOptions& options, const Interrupt& interrupt);
+  // Throws before UseDevice.
+  RankDevice& device() const { return device_.get(); }
 
   // Fail all operations with an error: those under way and later ones.
   void Fail(const Error& error) { progress_->Fail(error); }

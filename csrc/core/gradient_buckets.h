@@ -135,6 +135,7 @@ class GradientBuckets {
   std::shared_ptr<Operation> BeginReducing(Bucket& bucket);
   // collect.cc
   void EndReducing(Bucket& bucket, const Error* error);
+  static void CheckIsOnHost(const Bucket& bucket);
   static DeviceBuffer& DeviceBufferOf(const Bucket& bucket);
 
   Progress& progress_;

@@ -23,11 +23,7 @@ std::shared_ptr<Operation> GradientBuckets::BeginReducing(Bucket& bucket) {
 void GradientBuckets::Submit(int plan, int bucket_number, const std::vector<const void*>& tensors,
                              double scale) {
   Bucket& bucket = BucketAt(plan, bucket_number);
-  if (bucket.device) {
-    throw Error(
-        "This plan uses device memory. Received: arrays in host memory for bucket=" + bucket.layout.name,
-        ErrorKind::kUsage);
-  }
+  CheckIsOnHost(bucket);
   const std::shared_ptr<Operation> operation = BeginReducing(bucket);
   EventLog& log = telemetry_.log;
   const double start = log.enabled() ? Now() : 0;

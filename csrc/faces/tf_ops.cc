@@ -5,6 +5,7 @@
 // dependencies order them instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -53,12 +54,27 @@ std::shared_ptr<Engine> EngineOrThrow() {
 
 // The CUDA stream that TensorFlow computes on. Work enqueued there runs after the gradients are computed and
 // before any use of the results.
+//
+// Kernels for GPUs are registered for the CPU as well, where tests run them on devices whose memory is host
+// memory. A real GPU refuses such arrays.
+template <bool kOnGpu>
 Device::Stream ComputeStream(tf::OpKernelContext* context) {
+  if (!kOnGpu) return nullptr;
   const auto* const device = context->op_device_context();
   if (device == nullptr || device->stream() == nullptr) {
     throw Error("internal: TensorFlow gave a GPU kernel no stream");
   }
   return device->stream()->platform_specific_handle().stream;
+}
+
+// On a CPU, TensorFlow frees inputs and reads outputs at once, not in the order of a stream.
+template <bool kOnGpu>
+void WaitOnCpu(Engine& engine) {
+  if (kOnGpu) return;
+  Device& device = *engine.device().device;
+  const OwnedHandle end = OwnedEvent(device);
+  device.Record(end.get(), nullptr);
+  while (!device.Reached(end.get())) std::this_thread::yield();
 }
 
 // Run `work` on TensorFlow's threads, so that the progress thread can continue.
@@ -182,6 +198,10 @@ class SubmitOp : public tf::OpKernel {
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_CPU), SubmitOp);
 
+// The kernels' label on the CPU.
+constexpr char kDeviceMemory[] = "device_memory";
+
+template <bool kOnGpu>
 class GpuSubmitOp : public SubmitOp {
  public:
   using SubmitOp::SubmitOp;
@@ -189,11 +209,13 @@ class GpuSubmitOp : public SubmitOp {
  protected:
   void SubmitTensors(Engine& engine, tf::OpKernelContext* context, const std::vector<const void*>& tensors,
                      double scale) const override {
-    engine.buckets().SubmitDevice(plan_, bucket_, tensors, scale, ComputeStream(context));
+    engine.buckets().SubmitDevice(plan_, bucket_, tensors, scale, ComputeStream<kOnGpu>(context));
+    WaitOnCpu<kOnGpu>(engine);
   }
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_GPU).HostMemory("scale").HostMemory("token"),
-                        GpuSubmitOp);
+                        GpuSubmitOp<true>);
+REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_CPU).Label(kDeviceMemory), GpuSubmitOp<false>);
 
 REGISTER_OP("HvpipeCollect")
     .Input("token: int64")
@@ -316,6 +338,7 @@ REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_CPU), CollectOp)
 
 // Ends only when the sum is complete. TensorFlow computes on one stream, so a wait for the network on that
 // stream would delay all later work.
+template <bool kOnGpu>
 class GpuCollectOp : public CollectOp {
  public:
   using CollectOp::CollectOp;
@@ -324,11 +347,14 @@ class GpuCollectOp : public CollectOp {
   absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const override {
     std::vector<void*> pointers;
     TF_RETURN_IF_ERROR(Allocate(context, pointers));
-    engine.buckets().UnpackDevice(plan_, bucket_, pointers, ComputeStream(context));
+    engine.buckets().UnpackDevice(plan_, bucket_, pointers, ComputeStream<kOnGpu>(context));
+    WaitOnCpu<kOnGpu>(engine);
     return absl::Status();
   }
 };
-REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_GPU).HostMemory("token"), GpuCollectOp);
+REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_GPU).HostMemory("token"), GpuCollectOp<true>);
+REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_CPU).Label(kDeviceMemory),
+                        GpuCollectOp<false>);
 
 // Hands the array to a message that was announced by PostSend. Does not wait.
 REGISTER_OP("HvpipeSendMessage")
@@ -360,12 +386,6 @@ DType EngineType(tf::DataType type) {
   }
 }
 
-// The CPU kernels serve devices whose memory is host memory, as in the tests. A real GPU refuses such arrays.
-template <bool kOnGpu>
-Device::Stream StreamOf(tf::OpKernelContext* context) {
-  return kOnGpu ? ComputeStream(context) : nullptr;
-}
-
 template <bool kOnGpu>
 class SendMessageOp : public tf::OpKernel {
  public:
@@ -376,7 +396,7 @@ class SendMessageOp : public tf::OpKernel {
       const auto held = std::make_shared<tf::Tensor>(context->input(1));
       const tf::StringPiece bytes = held->tensor_data();
       EngineOrThrow()->device_messages().SendPosted(context->input(0).scalar<std::int64_t>()(), bytes.data(),
-                                                    bytes.size(), StreamOf<kOnGpu>(context), held);
+                                                    bytes.size(), ComputeStream<kOnGpu>(context), held);
     } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }
@@ -400,10 +420,11 @@ class TakeMessageOp : public tf::OpKernel {
                          absl::MakeConstSpan(axes.data(), static_cast<std::size_t>(axes.size())), &shape));
       tf::Tensor* tensor = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(0, shape, &tensor));
-      EngineOrThrow()->device_messages().TakePosted(context->input(0).scalar<std::int64_t>()(),
-                                                    tensor->data(),
-                                                    static_cast<std::size_t>(tensor->NumElements()),
-                                                    EngineType(tensor->dtype()), StreamOf<kOnGpu>(context));
+      EngineOrThrow()->device_messages().TakePosted(
+          context->input(0).scalar<std::int64_t>()(), tensor->data(),
+          static_cast<std::size_t>(tensor->NumElements()), EngineType(tensor->dtype()),
+          ComputeStream<kOnGpu>(context));
+      WaitOnCpu<kOnGpu>(*EngineOrThrow());
     } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import hvpipe
 from arrays import DTYPES, Array
 from hvpipe.comm.engine import Engine
 from hvpipe.session import current
+from native_build import build
 
 WAYS = ("NCCL", "NCCL inside hosts", "host")
 TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V2"}
@@ -28,7 +29,7 @@ class OnDevice:
     """
 
     # The fake device may use arrays of a case until `let_arrays_go`.
-    _used: list[OnDevice] = []
+    _used: ClassVar[list[OnDevice]] = []
 
     def __init__(self, values: Array, stream: int = 1) -> None:
         self._used.append(self)
@@ -94,6 +95,19 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
     changes.setdefault("gpus_may_be_shared", session.settings.ranks_per_host > 0)
     settings = replace(session.settings, **changes)
     return Engine(session.world, settings)
+
+
+def open_in_session() -> str:
+    """Open the fake device and NCCL in the session's engine. Return the path of the device's library."""
+    engine = current().engine
+    made = [str(build(f"fake_{name}.cc")) for name in ("device", "nccl")] if hvpipe.rank() == 0 else None
+    library, nccl = hvpipe.broadcast_object(made)
+    os.environ["FAKE_NCCL_DEVICE"] = library
+    engine._settings = replace(
+        engine._settings, device_library=library, nccl_library=nccl, gpus_may_be_shared=True
+    )
+    assert engine.use_device().startswith("by NCCL")
+    return str(library)
 
 
 def values_of(rank: int, count: int, dtype: str) -> Array:

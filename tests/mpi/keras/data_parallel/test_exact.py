@@ -9,7 +9,12 @@ from typing import Any
 
 import keras
 import pytest
+import tensorflow as tf
+from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
+from devices import needs_others, open_in_session
+from hvpipe.keras import ops
+from hvpipe.keras.data_parallel import bucket_reduce
 from training import (
     CLASSES,
     FEATURES,
@@ -156,6 +161,49 @@ WITH_BACKWARD = (
 @pytest.mark.parametrize("name", marked(WITH_BACKWARD, ELSEWHERE_BACKWARD, ELSEWHERE_BACKWARD))
 def test_backward_gives_the_bits_of_none(name: str) -> None:
     assert_same_bits(trained(name, "backward"), trained_linearly(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [
+        *(("momentum", "none"), ("momentum", "backward"), ("momentum", "step"), ("table", "step")),
+        *(("loss_scale", "step"), ("steps_per_execution", "step"), ("accumulation", "step")),
+    ],
+)
+def test_gradients_in_device_memory_give_the_bits_of_none(
+    name: str, overlap: str, in_device_memory: None
+) -> None:
+    """The kernels for GPUs, on a fake device that runs its streams as late as CUDA allows."""
+    found = trained(name, overlap)
+    assert_same_on_all_ranks(found)
+    assert_same_bits(found, trained_linearly(name))
+
+
+@pytest.fixture
+def in_device_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let gradients go to the engine as on GPUs, after the case's model for comparison has trained."""
+    needs_others()
+    open_in_session()
+    used = []
+
+    class Kernels:
+        """The ops with the kernels that TensorFlow would choose on a GPU."""
+
+        def __getattr__(self, op: str) -> Any:
+            def call(**inputs: Any) -> Any:
+                label = AttrValue(s=b"device_memory")
+                with tf.compat.v1.get_default_graph()._attr_scope({"_kernel": label}), tf.device("CPU:0"):
+                    used.append(op)
+                    return getattr(ops.library(), op)(**inputs)
+
+            if op not in ("hvpipe_submit", "hvpipe_collect"):
+                return getattr(ops.library(), op)
+            return tf.function(call) if tf.executing_eagerly() else call  # only graphs have labels
+
+    monkeypatch.setattr(bucket_reduce, "library", Kernels)
+    monkeypatch.setattr(bucket_reduce, "reduces_on_gpu", lambda _: True)
+    yield
+    assert used
 
 
 @functools.cache

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import os
 from typing import Any
 
 import keras
@@ -13,27 +11,19 @@ import pytest
 
 import hvpipe
 import hvpipe.keras as hk
+from devices import open_in_session
 from hvpipe.keras import ops
 from hvpipe.keras.pipeline import model as pipeline_model
 from hvpipe.session import current
-from native_build import build
 from pipelines import MODELS, batches, compile_as_all, pipelined, spread
 
 
 @pytest.fixture(scope="module")
 def device() -> Any:
     """Open the fake device and the fake NCCL in the session's engine. Return the device's library."""
-    engine = current().engine
     if hvpipe.size() == 1:
         pytest.skip("one rank has nobody to write to")
-    made = [str(build(f"fake_{name}.cc")) for name in ("device", "nccl")] if hvpipe.rank() == 0 else None
-    library, nccl = hvpipe.broadcast_object(made)
-    os.environ["FAKE_NCCL_DEVICE"] = library
-    engine._settings = dataclasses.replace(
-        engine._settings, device_library=library, nccl_library=nccl, gpus_may_be_shared=True
-    )
-    assert engine.use_device().startswith("by NCCL")
-    return ctypes.CDLL(library)
+    return ctypes.CDLL(open_in_session())
 
 
 @pytest.fixture
