@@ -344,7 +344,7 @@ DEVICE = (
         "",
         ORDER,
     ),
-    on_device("NCCL's memory is not cleared", "device.Clear(memory.get(), bytes);", "", BUCKETS),
+    on_device("NCCL's memory is not cleared", "device.Clear(memory.get(), bytes);", "", ORDER),
     on_device(
         "a plan is freed before its sums were read",
         "if (!bucket->Read()) return false;",

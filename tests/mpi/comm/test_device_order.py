@@ -19,7 +19,8 @@ from hvpipe.comm.engine import Engine
 from hvpipe.plan.buckets import Gradient, plan_buckets
 
 MADE_ON, USED_ON = 11, 12  # two streams
-MODEL = [Gradient("small", (1_000,), "float32"), Gradient("large", (300_001,), "float32")]
+# Two buckets in memory of NCCL. The one of two gradients has a gap between them.
+MODEL = [Gradient(f"of {count}", (count,), "float32") for count in (1_000, 300_001, 500_000)]
 
 
 @pytest.fixture(params=WAYS, scope="module")
@@ -41,7 +42,7 @@ def sum_of(count: int, step: int = 0) -> Any:
 
 def take_steps(engine: Engine, name: str, steps: int) -> tuple[int, list[list[OnDevice]]]:
     """Train steps with gradients of one stream and sums for another. Return the plan and each step's sums."""
-    plan = plan_buckets(MODEL, 1_000_000)
+    plan = plan_buckets(MODEL, 2_000_000)
     plan_id = engine.add_plan(name, plan, on_device=True)
     sums = []
     for step in range(steps):
@@ -49,9 +50,11 @@ def take_steps(engine: Engine, name: str, steps: int) -> tuple[int, list[list[On
         for index, bucket in enumerate(plan.buckets):
             gradients = [values_of(hvpipe.rank() + step, count, "float32") for count in bucket.counts]
             engine.submit_on_device(plan_id, index, [OnDevice(g, MADE_ON) for g in gradients], 1.0)
-        sums.append([empty(count, USED_ON) for bucket in plan.buckets for count in bucket.counts])
-        for index in range(len(plan.buckets)):
-            engine.collect_on_device(plan_id, index, [sums[-1][index]])
+        sums.append([])
+        for index, bucket in enumerate(plan.buckets):
+            outs = [empty(count, USED_ON) for count in bucket.counts]
+            engine.collect_on_device(plan_id, index, outs)
+            sums[-1] += outs
     return plan_id, sums
 
 

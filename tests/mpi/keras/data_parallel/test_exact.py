@@ -170,9 +170,8 @@ def test_backward_gives_the_bits_of_none(name: str) -> None:
         *(("loss_scale", "step"), ("steps_per_execution", "step"), ("accumulation", "step")),
     ],
 )
-def test_gradients_in_device_memory_give_the_bits_of_none(
-    name: str, overlap: str, in_device_memory: None
-) -> None:
+@pytest.mark.usefixtures("in_device_memory")
+def test_gradients_in_device_memory_give_the_bits_of_none(name: str, overlap: str) -> None:
     """The kernels for GPUs, on a fake device that runs its streams as late as CUDA allows."""
     found = trained(name, overlap)
     assert_same_on_all_ranks(found)
