@@ -328,8 +328,8 @@ DEVICE = (
     ),
     on_device(
         "the unpack does not wait for NCCL",
-        "&device_.order);\n  AddArrival(operation, *device_.device, device_.ranks.get(), ended);",
-        "&device_.order);",
+        "route_.topology().size == 1 ? buffer.filled() : buffer.moved()",
+        "buffer.filled()",
         ORDER,
     ),
     on_device(
@@ -400,9 +400,9 @@ DEVICE = (
         MESSAGES,
     ),
     on_device(
-        "messages of two ranks come in any order",
-        "handshake.number != channel.launched",
-        "false",
+        "a message of another size is taken",
+        "if (handshake.bytes != message.bytes) {",
+        "if (false) {",
         MESSAGES,
     ),
     on_device(
@@ -416,6 +416,12 @@ DEVICE = (
         "std::make_unique<DeviceLaunch>(launch); },\n                     &device_.order);",
         "std::make_unique<DeviceLaunch>(launch); });",
         BUCKETS,
+    ),
+    on_device(
+        "buckets are gathered as backward goes",
+        "return a->priority < b->priority; });\n  operations",
+        "return false; });\n  operations",
+        ORDER,
     ),
     on_device("buffers are not registered", "if (!nccl_memory_ || registered_) return;", "return;", BUCKETS),
     on_device(
@@ -432,11 +438,9 @@ DEVICE = (
         ranks=4,
     ),
     on_device(
-        "shares are gathered before they come from the host",
-        "device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);\n"
-        "    device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);",
-        "device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);\n"
-        "    device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);",
+        "a share from another host goes to the place of another rank",
+        "device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);",
+        "device->device->CopyFromHost(reduce.out, reduce.host, share.count * element, stream);",
         *(BUCKETS, ORDER),
         ranks=4,
     ),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,6 +24,8 @@ class Collective {
   // Seconds by which its deadline is later. Not 0 if another rank of the host waits for the same and can name
   // the cause.
   virtual double GraceS() const { return 0; }
+  // The longest time to sleep before the next step, in seconds.
+  virtual double MostNapS() const { return std::numeric_limits<double>::infinity(); }
 };
 
 // Several collectives that run side by side. Done when all are done.
@@ -42,6 +45,13 @@ class ConcurrentCollectives : public Collective {
     const auto late =
         std::find_if(members_.begin(), members_.end(), [](const auto& member) { return !member->done(); });
     return late == members_.end() ? "nothing" : (*late)->Waiting();
+  }
+  double MostNapS() const override {
+    double least_s = Collective::MostNapS();
+    for (const auto& member : members_) {
+      if (!member->done()) least_s = std::min(least_s, member->MostNapS());
+    }
+    return least_s;
   }
 
  private:

@@ -1,5 +1,6 @@
 // Announce: a step begins, and the all-reduce of each of its buckets is enqueued in the same order on all
 // ranks.
+#include <algorithm>
 #include <cstdio>
 #include <utility>
 
@@ -7,6 +8,7 @@
 #include "collectives/tags.h"
 #include "core/gradient_buckets.h"
 #include "device/device_reduce.h"
+#include "device/device_stages.h"
 
 namespace hvpipe {
 namespace {
@@ -83,10 +85,17 @@ std::vector<std::shared_ptr<Operation>> GradientBuckets::AnnounceBuckets(Plan& p
     bucket->announced = MakeReduction(*bucket);
     operations.push_back(bucket->announced);
   }
-  // NCCL scatters every bucket before it gathers the first one. A gather waits for messages between hosts,
-  // and NCCL runs collectives in one order, so a scatter behind it would wait as well.
+  // NCCL runs collectives in one order. It scatters the buckets as backward completes them, and then gathers
+  // them as the next forward needs them.
+  std::vector<std::shared_ptr<Operation>> gathers;
   for (auto& bucket : plan.buckets) {
-    if (bucket->gather) operations.push_back(std::exchange(bucket->gather, nullptr));
+    if (bucket->gather) gathers.push_back(std::exchange(bucket->gather, nullptr));
+  }
+  std::stable_sort(gathers.begin(), gathers.end(),
+                   [](const auto& a, const auto& b) { return a->priority < b->priority; });
+  operations.insert(operations.end(), gathers.begin(), gathers.end());
+  for (auto& bucket : plan.buckets) {
+    if (bucket->arrival) operations.push_back(std::exchange(bucket->arrival, nullptr));
   }
   return operations;
 }
@@ -114,15 +123,32 @@ std::shared_ptr<Operation> GradientBuckets::MakeReduction(Bucket& bucket) {
   return operation;
 }
 
+// Three operations, each of which makes the next one ready: scatter, gather, arrival. The sum may be unpacked
+// behind the gather on the device, so the arrival has an event of its own: the next step may record the
+// bucket's event again before the arrival looks.
 void GradientBuckets::AddDeviceStages(Operation& operation, Bucket& bucket) {
-  DeviceReducer reducer(bucket.device->rank_device(), route_);
+  RankDevice& device = bucket.device->rank_device();
+  DeviceReducer reducer(device, route_);
   const DeviceReduce reduce = ReduceOf(*bucket.device, bucket.layout.wire_type, bucket.tag);
   if (!reducer.scatters()) return reducer.AddAllReduce(operation, reduce);
-  reducer.AddScatter(operation, reduce);
+  const std::shared_ptr<void> arrived = OwnedEvent(*device.device);
+  const auto handed_out = std::make_shared<bool>(false);
   bucket.gather = MakeOperation(bucket.layout);
-  reducer.AddGather(*bucket.gather, reduce);
-  bucket.gather->finished = std::exchange(operation.finished, nullptr);
+  bucket.arrival = MakeOperation(bucket.layout);
+  reducer.AddScatter(operation, reduce);
+  reducer.AddGather(*bucket.gather, reduce, arrived.get());
+  bucket.arrival->AddStage([&device, arrived](const Operation&) {
+    return std::make_unique<DeviceArrival>(*device.device, device.ranks.get(), arrived.get(), arrived);
+  });
   operation.check = [this, gather = bucket.gather](Operation&) { progress_.MakeReady(gather); };
+  bucket.gather->check = [this, arrival = bucket.arrival](Operation&) { progress_.MakeReady(arrival); };
+  bucket.gather->finished = [this, &bucket, handed_out](const Error* error) {
+    if (error == nullptr) EndLaunching(bucket, handed_out);
+  };
+  operation.finished = nullptr;
+  bucket.arrival->finished = [this, &bucket, handed_out](const Error* error) {
+    EndReducing(bucket, error, handed_out.get());
+  };
 }
 
 // First all ranks find out which rows any of them has. Then they sum these rows.

@@ -7,19 +7,48 @@
 
 namespace hvpipe {
 
-// Runs on the driving thread when the all-reduce of a bucket has ended.
-void GradientBuckets::EndReducing(Bucket& bucket, const Error* error) {
+// Requires mutex_.
+Done GradientBuckets::TakeWaiting(Bucket& bucket) {
+  if (bucket.waiting) telemetry_.counters.exposed_wait_s += Now() - bucket.collect_s;
+  return std::exchange(bucket.waiting, nullptr);
+}
+
+// Runs on the driving thread when NCCL's last call for a bucket was handed to the device.
+void GradientBuckets::EndLaunching(Bucket& bucket, const std::shared_ptr<bool>& handed_out) {
   Done waiting;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (*handed_out) return;  // another thread has told of the arrival before
+    bucket.launched = handed_out;
+    if (!bucket.waiting || !bucket.waits_for_launch) return;
+    waiting = HandOut(bucket);
+  }
+  waiting(nullptr);
+}
+
+// Requires mutex_. Hands a sum out that the device will complete.
+Done GradientBuckets::HandOut(Bucket& bucket) {
+  *std::exchange(bucket.launched, nullptr) = true;
+  bucket.gathered_before = true;
+  bucket.state = BucketState::kReduced;
+  return TakeWaiting(bucket);
+}
+
+// Runs on the driving thread when the all-reduce of a bucket has ended. If its sum was handed out before, the
+// bucket may be in its next step, or gone.
+void GradientBuckets::EndReducing(Bucket& bucket, const Error* error, bool* handed_out) {
+  Done waiting;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (handed_out != nullptr && std::exchange(*handed_out, true)) return;
+    bucket.launched = nullptr;
     if (error == nullptr) bucket.state = BucketState::kReduced;
-    waiting = std::exchange(bucket.waiting, nullptr);
-    if (waiting) telemetry_.counters.exposed_wait_s += Now() - bucket.collect_s;
+    waiting = TakeWaiting(bucket);
   }
   if (waiting) waiting(error);
 }
 
-void GradientBuckets::Collect(int plan, int bucket_number, Done done) {
+void GradientBuckets::Collect(int plan, int bucket_number, Done done, bool on_stream) {
   Bucket& bucket = BucketAt(plan, bucket_number);
   std::optional<Error> error;
   {
@@ -31,10 +60,13 @@ void GradientBuckets::Collect(int plan, int bucket_number, Done done) {
       throw Error("A bucket was collected that was not submitted. Received: bucket=" + bucket.layout.name,
                   ErrorKind::kUsage);
     }
-    if (!error && bucket.state == BucketState::kReducing) {
+    if (!error && on_stream && bucket.launched) {
+      (void)HandOut(bucket);
+    } else if (!error && bucket.state == BucketState::kReducing) {
       bucket.collect_s = Now();
       telemetry_.flight.Add(Flight::kWaits, bucket.layout.name, 0, bucket.collect_s);
       bucket.waiting = std::move(done);
+      bucket.waits_for_launch = on_stream;
       return;
     }
   }
@@ -95,7 +127,7 @@ void GradientBuckets::UnpackDevice(int plan, int bucket_number, const std::vecto
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     pieces.push_back({buffer.PlaceOf(layout, i), tensors[i], layout.counts[i]});
   }
-  device.device->Wait(stream, buffer.filled());  // with one rank, nothing else waits for the pack
+  device.device->Wait(stream, route_.topology().size == 1 ? buffer.filled() : buffer.moved());
   device.device->ScaleAndCast(pieces, layout.wire_type, layout.tensor_type, 1.0, nullptr, stream);
   device.device->Record(buffer.read(), stream);
   const std::lock_guard<std::mutex> lock(mutex_);

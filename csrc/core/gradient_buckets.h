@@ -66,8 +66,11 @@ class GradientBuckets {
                     Device::Stream stream);
 
   // Call `done` when the sum of the bucket is complete, or at once if it is. Then call Unpack or Take once.
-  // If NCCL is used inside hosts only, no sum completes before all buckets of the step were submitted.
-  void Collect(int plan, int bucket, Done done);
+  // If NCCL is used, no sum completes before all buckets of the step were submitted.
+  //
+  // With `on_stream`, `done` may also come when NCCL's last call was handed to the device: UnpackDevice then
+  // waits for it on its stream, and the host does not wait.
+  void Collect(int plan, int bucket, Done done, bool on_stream = false);
   // Copy the sums out, cast to the type of the gradients.
   void Unpack(int plan, int bucket, const std::vector<void*>& tensors);
   // The same for device memory, enqueued on the stream that the tensors will be used on.
@@ -98,14 +101,19 @@ class GradientBuckets {
     std::unique_ptr<DeviceBuffer> device;
     std::unique_ptr<TableRows> table;
     bool unpacked_before = false;  // from device memory, at least once
+    bool gathered_before = false;  // a sum was handed out while NCCL gathered it
     // Whether the tensors of the first step were found to be on this device. Those of later steps then are as
     // well.
     bool inputs_checked = false, outputs_checked = false;
     BucketState state = BucketState::kIdle;
-    std::shared_ptr<Operation> announced;    // until Submit
-    std::shared_ptr<Operation> gather;       // announced after it, if NCCL is used inside hosts only
+    std::shared_ptr<Operation> announced;  // until Submit
+    // If NCCL is used, announced after it.
+    std::shared_ptr<Operation> gather, arrival;
+    // From the launch of the gather to its arrival: whether the sum was handed out. Null otherwise.
+    std::shared_ptr<bool> launched;
     std::shared_ptr<ReduceBuffers> buffers;  // of the announced operation
     Done waiting;                            // of a Collect that came before the sum
+    bool waits_for_launch = false;           // it was a CollectOnStream
     double collect_s = 0;                    // when that Collect came
     int tag = 0;
   };
@@ -134,7 +142,10 @@ class GradientBuckets {
   // submit.cc
   std::shared_ptr<Operation> BeginReducing(Bucket& bucket);
   // collect.cc
-  void EndReducing(Bucket& bucket, const Error* error);
+  void EndLaunching(Bucket& bucket, const std::shared_ptr<bool>& handed_out);
+  void EndReducing(Bucket& bucket, const Error* error, bool* handed_out = nullptr);
+  Done TakeWaiting(Bucket& bucket);
+  Done HandOut(Bucket& bucket);
   static void CheckIsOnHost(const Bucket& bucket);
   static DeviceBuffer& DeviceBufferOf(const Bucket& bucket);
 

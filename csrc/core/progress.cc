@@ -211,6 +211,9 @@ Progress::PassResult Progress::Pass() {
       result.moved |= StepOne(*operation, now);
       if (operation->ended_) continue;
       result.waiting = true;
+      if (const auto& waits = operation->stages[operation->current_].collective) {
+        result.most_nap_s = std::min(result.most_nap_s, waits->MostNapS());
+      }
       if (check_deadlines) CheckDeadline(*operation, now - operation->moved_s_);
     }
     // Those that wait for their turn come last: the operation before them can tell which rank is late.
@@ -231,7 +234,7 @@ Progress::PassResult Progress::Pass() {
   };
   idle_passes_ = result.moved ? 0 : idle_passes_ + 1;
   if (result.moved) moved_s_ = now;
-  if (!result.moved) result.nap_s = options_.nap_s(idle_passes_);
+  if (!result.moved) result.nap_s = std::min(options_.nap_s(idle_passes_), result.most_nap_s);
   if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
   return result;
 }

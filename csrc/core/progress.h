@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -90,7 +91,8 @@ class Progress {
   struct PassResult {
     bool moved = false;
     bool waiting = false;  // at least one ready operation has not ended
-    double nap_s = 0;
+    double nap_s = 0;      // before the next pass, if nothing moved
+    double most_nap_s = std::numeric_limits<double>::infinity();  // its limit
   };
   struct Finished {
     std::shared_ptr<Operation> operation;

@@ -1,5 +1,6 @@
 // The half of Progress that runs on a caller's thread: a blocking call drives everything until its operation
 // has ended.
+#include <algorithm>
 #include <utility>
 
 #include "core/backoff.h"
@@ -120,7 +121,7 @@ void Progress::Drive(const Operation& operation, const Outcome& outcome, std::un
       continue;
     }
     // Asked before others may drive, because they change what the nap depends on.
-    const double nap_s = backoff.Sleeps() ? options_.nap_s(backoff.naps()) : 0;
+    const double nap_s = backoff.Sleeps() ? std::min(options_.nap_s(backoff.naps()), result.most_nap_s) : 0;
     if (backoff.Sleeps()) drive.unlock();  // so that another thread may call Fail
     backoff.Wait(nap_s);
     if (!drive.owns_lock()) drive.lock();

@@ -35,9 +35,9 @@ OwnedHandle OwnedNcclMemory(RankDevice& rank_device, std::size_t bytes) {
   return memory;
 }
 
-// The number of shares into which NCCL scatters a buffer. Each rank's share goes through host memory.
+// The number of shares into which NCCL scatters a buffer.
 std::size_t SharesOf(const RankDevice& device) {
-  return device.rail != nullptr ? static_cast<std::size_t>(device.ranks->size()) : 1;
+  return device.ranks != nullptr ? static_cast<std::size_t>(device.ranks->size()) : 1;
 }
 
 }  // namespace

@@ -13,8 +13,7 @@ DeviceReduce ReduceOf(DeviceBuffer& buffer, DType dtype, int tag) {
           buffer.filled(), buffer.moved(), tag,           &buffer};
 }
 
-void DeviceReducer::AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call,
-                            Enqueue after) {
+void DeviceReducer::AddNcclLaunch(Operation& operation, Device::Event begun, Enqueue call, Enqueue after) {
   RankDevice* const device = &device_;
   auto called = std::make_shared<bool>(false);
   const auto launch = [=] {
@@ -26,12 +25,20 @@ void DeviceReducer::AddNccl(Operation& operation, Device::Event begun, Device::E
       *called = true;
     }
     if (!device->ranks->Ready()) return false;  // NCCL may still be launching in a thread of its own
-    if (after) after(stream);
-    device->device->Record(ended, stream);
+    after(stream);
     return true;
   };
   operation.AddStage([=](const Operation&) { return std::make_unique<DeviceLaunch>(launch); },
                      &device_.order);
+}
+
+void DeviceReducer::AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call,
+                            Enqueue after) {
+  AddNcclLaunch(operation, begun, std::move(call),
+                [device = device_.device.get(), ended, after = std::move(after)](Device::Stream stream) {
+                  if (after) after(stream);
+                  device->Record(ended, stream);
+                });
   AddArrival(operation, *device_.device, device_.ranks.get(), ended);
 }
 
@@ -68,39 +75,47 @@ void DeviceReducer::AddAllReduce(Operation& operation, const DeviceReduce& reduc
 }
 
 Range DeviceReducer::Share(const DeviceReduce& reduce) const {
-  const Topology& topology = route_.topology();
-  const std::size_t count = reduce.count / static_cast<std::size_t>(topology.local_size);
-  return {count * static_cast<std::size_t>(topology.local_rank), count};
+  const NcclCommunicator& ranks = *device_.ranks;
+  const std::size_t count = reduce.count / static_cast<std::size_t>(ranks.size());
+  return {count * static_cast<std::size_t>(ranks.rank()), count};
 }
 
 void DeviceReducer::AddScatter(Operation& operation, const DeviceReduce& reduce) {
+  RankDevice* const device = &device_;
+  const auto scatter = [=](Device::Stream stream) {
+    reduce.buffer->Register();
+    device->ranks->ReduceScatter(reduce.out, reduce.count, reduce.dtype, stream);
+  };
+  // The gather comes behind it on the same stream.
+  if (device->nccl_connects_all()) return AddNcclLaunch(operation, reduce.begun, scatter, [](auto) {});
   const Range share = Share(reduce);
   const std::size_t element = SizeOf(reduce.dtype);
   char* const mine = static_cast<char*>(reduce.out) + share.first * element;
-  RankDevice* const device = &device_;
-  AddNccl(
-      operation, reduce.begun, reduce.ended,
-      [=](Device::Stream stream) {
-        reduce.buffer->Register();
-        device->ranks->ReduceScatter(reduce.out, reduce.count, reduce.dtype, stream);
-      },
-      [=](Device::Stream stream) {
-        device->device->CopyToHost(reduce.host, mine, share.count * element, stream);
-      });
+  AddNccl(operation, reduce.begun, reduce.ended, scatter, [=](Device::Stream stream) {
+    device->device->CopyToHost(reduce.host, mine, share.count * element, stream);
+  });
   operation.AddStage([=, &route = route_](const Operation&) {
     return route.MakeRing(*device->rail, reduce.host, share.count, reduce.dtype, reduce.tag);
   });
 }
 
-void DeviceReducer::AddGather(Operation& operation, const DeviceReduce& reduce) {
+void DeviceReducer::AddGather(Operation& operation, const DeviceReduce& reduce, Device::Event ended) {
   const Range share = Share(reduce);
   const std::size_t element = SizeOf(reduce.dtype);
   char* const mine = static_cast<char*>(reduce.out) + share.first * element;
   RankDevice* const device = &device_;
-  AddNccl(operation, reduce.begun, reduce.ended, [=](Device::Stream stream) {
-    device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);
-    device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);
-  });
+  AddNcclLaunch(
+      operation, reduce.begun,
+      [=](Device::Stream stream) {
+        if (!device->nccl_connects_all()) {
+          device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);
+        }
+        device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);
+      },
+      [=](Device::Stream stream) {
+        device->device->Record(reduce.ended, stream);
+        device->device->Record(ended, stream);
+      });
 }
 
 }  // namespace hvpipe

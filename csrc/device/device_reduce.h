@@ -32,11 +32,16 @@ DeviceReduce ReduceOf(DeviceBuffer& buffer, DType dtype, int tag);
 // clang-format off
 //   NCCL connects    operation    stages
 //   all ranks        all-reduce   NCCL's all-reduce | arrival
+//                    scatter      NCCL's reduce-scatter
+//                    gather       NCCL's all-gather
 //   nothing          all-reduce   copy to the host | arrival | the stages of AllReduceRoute | copy back | arrival
 //   ranks of a host  scatter      NCCL's reduce-scatter, copy this rank's share to the host | arrival |
 //                                 ring of the ranks with this share
-//                    gather       copy the share back, NCCL's all-gather | arrival
+//                    gather       copy the share back, NCCL's all-gather
 // clang-format on
+//
+// Buckets are scattered and gathered, so that the gathers can have another order (DeAR: Zhang et al., ICDCS
+// 2023).
 class DeviceReducer {
  public:
   // Enqueues work on the stream of all collectives.
@@ -44,21 +49,24 @@ class DeviceReducer {
 
   DeviceReducer(RankDevice& device, AllReduceRoute& route) : device_(device), route_(route) {}
 
-  // Whether an all-reduce consists of a scatter and a gather.
-  bool scatters() const { return device_.rail != nullptr; }
+  // Whether the all-reduce of a bucket consists of a scatter and a gather.
+  bool scatters() const { return device_.ranks != nullptr; }
   void AddAllReduce(Operation& operation, const DeviceReduce& reduce);
   void AddScatter(Operation& operation, const DeviceReduce& reduce);
-  void AddGather(Operation& operation, const DeviceReduce& reduce);
+  // The operation ends when the gather was handed to the device; `ended` will then be reached.
+  void AddGather(Operation& operation, const DeviceReduce& reduce, Device::Event ended);
 
-  // Add stages that call NCCL in `call`, then run `after`. NCCL's calls are handed to the device in one order
-  // on all ranks.
+  // Add a stage that calls NCCL in `call`, then runs `after`. NCCL's calls are handed to the device in one
+  // order on all ranks.
+  void AddNcclLaunch(Operation& operation, Device::Event begun, Enqueue call, Enqueue after);
+  // The same, and a stage that waits until the device has run it.
   void AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call,
                Enqueue after = nullptr);
   // Add stages that run `copy`.
   void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, Enqueue copy);
 
  private:
-  // Of this rank, in elements. All shares are equal.
+  // Of this rank among those that NCCL connects, in elements. All shares are equal.
   Range Share(const DeviceReduce& reduce) const;
 
   RankDevice& device_;

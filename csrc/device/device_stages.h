@@ -2,7 +2,9 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "collectives/collective.h"
 #include "core/operation.h"
@@ -10,6 +12,9 @@
 #include "device/nccl.h"
 
 namespace hvpipe {
+
+// A device is much faster than a network: a longer sleep would leave it idle.
+constexpr double kDeviceNapS = 20e-6;
 
 // Done once `launch` returns true: everything was handed to the device. Does not wait until the device has
 // run it.
@@ -20,6 +25,7 @@ class DeviceLaunch : public Collective {
   bool Step() override { return done_ = launch_(); }
   bool done() const override { return done_; }
   std::string Waiting() const override { return waiting_; }
+  double MostNapS() const override { return kDeviceNapS; }
 
  private:
   std::function<bool()> launch_;
@@ -28,19 +34,22 @@ class DeviceLaunch : public Collective {
 };
 
 // Done when the device has reached `event`. Throws an error that NCCL finds meanwhile in `ranks` (may be
-// null).
+// null). `held` lives as long.
 class DeviceArrival : public Collective {
  public:
-  DeviceArrival(Device& device, NcclCommunicator* ranks, Device::Event event)
-      : device_(device), ranks_(ranks), event_(event) {}
+  DeviceArrival(Device& device, NcclCommunicator* ranks, Device::Event event,
+                std::shared_ptr<void> held = nullptr)
+      : device_(device), ranks_(ranks), event_(event), held_(std::move(held)) {}
   bool Step() override;
   bool done() const override { return done_; }
   std::string Waiting() const override;
+  double MostNapS() const override { return kDeviceNapS; }
 
  private:
   Device& device_;
   NcclCommunicator* const ranks_;
   Device::Event event_;
+  const std::shared_ptr<void> held_;
   bool done_ = false;
 };
 

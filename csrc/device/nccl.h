@@ -117,6 +117,7 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
+  int rank() const { return rank_; }
   int size() const { return size_; }
   // Whether NCCL has finished its background work. Aborts and throws on an asynchronous error.
   bool Ready();

@@ -97,11 +97,12 @@ void SubmitDevice(Engine& engine, int plan, int bucket, const DeviceTensors& ten
   engine.buckets().SubmitDevice(plan, bucket, pointers, scale, reinterpret_cast<void*>(stream));
 }
 
-void CollectDevice(Engine& engine, int plan, int bucket, const DeviceTensors& tensors, Address stream) {
+void CollectDevice(Engine& engine, int plan, int bucket, const DeviceTensors& tensors, Address stream,
+                   bool on_stream) {
   const auto pointers = PointersOf<void*>(engine.buckets().layout(plan, bucket), tensors);
   const nb::gil_scoped_release release;
   auto waiter = std::make_shared<Waiter>();
-  engine.buckets().Collect(plan, bucket, [=](const Error* error) { waiter->Set(error); });
+  engine.buckets().Collect(plan, bucket, [=](const Error* error) { waiter->Set(error); }, on_stream);
   waiter->Wait();
   engine.buckets().UnpackDevice(plan, bucket, pointers, reinterpret_cast<void*>(stream));
 }
@@ -121,7 +122,7 @@ void BindBuckets(EngineClass& engine) {
       .def("submit_device", &SubmitDevice, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"),
            nb::arg("scale"), nb::arg("stream"))
       .def("collect_device", &CollectDevice, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"),
-           nb::arg("stream"));
+           nb::arg("stream"), nb::arg("on_stream") = false);
 }
 
 }  // namespace hvpipe::python

@@ -224,6 +224,7 @@ REGISTER_OP("HvpipeCollect")
     .Attr("shapes: list(shape) >= 1")
     .Attr("N: int >= 1")
     .Attr("T: {half, bfloat16, float, double, int8}")
+    .Attr("on_stream: bool = false")
     .Output("tensors: N * T")
     .SetShapeFn([](tf::shape_inference::InferenceContext* context) {
       std::vector<tf::PartialTensorShape> shapes;
@@ -261,6 +262,7 @@ class CollectOp : public tf::AsyncOpKernel {
     OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan_));
     OP_REQUIRES_OK(construction, construction->GetAttr("bucket", &bucket_));
     OP_REQUIRES_OK(construction, construction->GetAttr("shapes", &shapes_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("on_stream", &on_stream_));
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
@@ -276,7 +278,8 @@ class CollectOp : public tf::AsyncOpKernel {
             } else if (error == nullptr) {
               engine->buckets().Discard(plan, bucket);
             }
-          });
+          },
+          on_stream_);
     } catch (const std::exception& error) {
       if (ending->Take()) ending->End(ToStatus(error));
     }
@@ -332,12 +335,14 @@ class CollectOp : public tf::AsyncOpKernel {
 
   int plan_ = 0;
   int bucket_ = 0;
+  bool on_stream_ = false;
   std::vector<tf::TensorShape> shapes_;
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_CPU), CollectOp);
 
-// Ends only when the sum is complete. TensorFlow computes on one stream, so a wait for the network on that
-// stream would delay all later work.
+// TensorFlow computes on one stream, so a wait for the network on that stream delays all later work. With
+// `on_stream` that is intended, and TensorFlow goes on enqueueing. Otherwise the op ends when the sum is
+// complete.
 template <bool kOnGpu>
 class GpuCollectOp : public CollectOp {
  public:

@@ -207,10 +207,16 @@ class Engine:
         found = [self._on_device(tensor) for tensor in tensors]
         self.core.submit_device(plan, bucket, [f.span for f in found], scale, common_stream(found))
 
-    def collect_on_device(self, plan: int, bucket: int, tensors: Sequence[Any]) -> None:
-        """Wait for the sum of a bucket, and enqueue its copy into these device arrays."""
+    def collect_on_device(
+        self, plan: int, bucket: int, tensors: Sequence[Any], on_stream: bool = False
+    ) -> None:
+        """Wait for the sum of a bucket, and enqueue its copy into these device arrays.
+
+        With `on_stream`, the host only waits until NCCL's calls are on the device, and the arrays' stream
+        waits for the sum.
+        """
         found = [check_writable(self._on_device(tensor)) for tensor in tensors]
-        self.core.collect_device(plan, bucket, [f.span for f in found], common_stream(found))
+        self.core.collect_device(plan, bucket, [f.span for f in found], common_stream(found), on_stream)
 
     def allgather(self, array: Any) -> Array:
         """Concatenate the arrays of all ranks along axis 0, in rank order.

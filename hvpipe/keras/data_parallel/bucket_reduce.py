@@ -32,12 +32,15 @@ class ReduceOptions:
         bucket_bytes: Size of a fused buffer; None: HVPIPE_BUCKET_BYTES, else a default by the model's size.
         in_turn: Reduce buckets in the order of the plan instead of by urgency.
         tables: The variables, by `identity`, whose gradients have few rows that are not zero.
+        on_stream: The step collects only after it has submitted everything. On a GPU the sums are then waited
+            for on TensorFlow's stream, and the host goes on.
         nonfinite: What to do where a sum is NaN or Inf: "raise", "skip" or "ignore".
     """
 
     compression: str | None = None
     bucket_bytes: int | None = None
     in_turn: bool = False
+    on_stream: bool = False
     tables: frozenset[int] = frozenset()
     nonfinite: str = "ignore"
 
@@ -81,6 +84,7 @@ class BucketReducer:
         self._gradients = gradients
         # Named explicitly: TensorFlow would choose the device by where the gradients are.
         self._device = "GPU:0" if on_device else "CPU:0"
+        self._on_stream = on_device and options.on_stream
         self._plan_id = session.engine.add_plan(name, self._plan_to_send(), on_device)
         self._remove_plan = weakref.finalize(self, session.engine.remove_plan, self._plan_id)
         self._remove_plan.atexit = False
@@ -177,13 +181,30 @@ class BucketReducer:
     def _collect(self, sent: int, token: Any, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[Any]:
         with tf.device(self._device):
             tensors: list[Any] = library().hvpipe_collect(
-                token=token, shapes=shapes, N=len(shapes), T=dtype, plan=self._plan_id, bucket=sent
+                token=token,
+                shapes=shapes,
+                N=len(shapes),
+                T=dtype,
+                plan=self._plan_id,
+                bucket=sent,
+                on_stream=self._on_stream,
             )
         note_collected(tensors[0])
         return tensors
 
+    def together(self, tokens: Sequence[Any]) -> list[Any]:
+        """Return the tokens; with `on_stream`, once all buckets are submitted.
+
+        A wait on TensorFlow's stream would delay the rest of backward.
+        """
+        if not self._on_stream:
+            return list(tokens)
+        with tf.control_dependencies(tokens), on_the_host():
+            return [tf.identity(token) for token in tokens]
+
     def collect_all(self, tokens: Sequence[Any]) -> list[Any]:
         """Return all reduced gradients, in the order of the variables."""
+        tokens = self.together(tokens)
         found: list[Any] = [None] * len(self.variables)
         for number, bucket in enumerate(self.plan.buckets):
             for place, gradient in zip(bucket.members, self.collect(number, tokens[number]), strict=True):

@@ -77,7 +77,7 @@ class OptimizerHook:
         """Whether this step has called `apply`."""
         self._session = session
         self._overlap = overlap
-        self._options = replace(options, in_turn=overlap.in_turn)
+        self._options = replace(options, in_turn=overlap.in_turn, on_stream=overlap.on_stream)
         self._marks = StepMarks(traced=session.settings.trace_path is not None)
         # All variables at once or none, so that a step is never half applied if a rank is lost in it.
         at_once = session.settings.elastic and not overlap.updates_in_next_step

@@ -54,6 +54,8 @@ class Overlap:
     """Whether the update comes after the step's graph, which therefore must not use weights after `apply`."""
     in_turn: ClassVar[bool] = False
     """Whether buckets are reduced in the order of the plan instead of by urgency."""
+    on_stream: ClassVar[bool] = False
+    """Whether the step needs all sums before it goes on, so that a GPU may wait for them instead of the host."""
     reduces_gradients: ClassVar[bool] = True
     """Whether gradients are reduced. If not, each rank updates with its own, and weights differ."""
     rounds: LocalRounds | None = None
@@ -105,6 +107,8 @@ class NoOverlap(Overlap):
     | forward | backward | reduce all | update all | forward | backward | reduce all | update all |
     """
 
+    on_stream = True
+
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
         # All of backward comes before anything is sent.
         tokens = buckets.reducer.submit(share, gradients, after=lambda _: gradients)
@@ -118,8 +122,10 @@ class BackwardOverlap(Overlap):
                   reduce  reduce   reduce               reduce  reduce   reduce
     """
 
+    on_stream = True
+
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        tokens = buckets.reducer.submit(share, gradients)
+        tokens = buckets.reducer.together(buckets.reducer.submit(share, gradients))
         for done in buckets.update.update_where_submitted(tokens):
             note_collected(done)
 

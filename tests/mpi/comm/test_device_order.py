@@ -40,11 +40,16 @@ def sum_of(count: int, step: int = 0) -> Any:
     return sum(values_of(rank + step, count, "float32") for rank in range(hvpipe.size()))
 
 
-def take_steps(engine: Engine, name: str, steps: int) -> tuple[int, list[list[OnDevice]]]:
-    """Train steps with gradients of one stream and sums for another. Return the plan and each step's sums."""
-    plan = plan_buckets(MODEL, 2_000_000)
+def take_steps(
+    engine: Engine, name: str, steps: int, on_stream: bool = False, model: list[Gradient] = MODEL
+) -> tuple[int, list[list[OnDevice]]]:
+    """Train steps with gradients of one stream and sums for another. Return the plan and each step's sums.
+
+    Nothing has read the sums yet, so their stream has not unpacked them.
+    """
+    plan = plan_buckets(model, 2_000_000)
     plan_id = engine.add_plan(name, plan, on_device=True)
-    sums = []
+    sums: list[list[OnDevice]] = []
     for step in range(steps):
         engine.core.begin_step(plan_id, step, 1.0, True)
         for index, bucket in enumerate(plan.buckets):
@@ -53,35 +58,62 @@ def take_steps(engine: Engine, name: str, steps: int) -> tuple[int, list[list[On
         sums.append([])
         for index, bucket in enumerate(plan.buckets):
             outs = [empty(count, USED_ON) for count in bucket.counts]
-            engine.collect_on_device(plan_id, index, outs)
+            engine.collect_on_device(plan_id, index, outs, on_stream)
             sums[-1] += outs
     return plan_id, sums
 
 
-def test_a_bucket_is_packed_again_after_its_sum_was_read(device_engine: Engine) -> None:
-    for step, sums in enumerate(take_steps(device_engine, "several streams", 3)[1]):
+@pytest.mark.parametrize("on_stream", [False, True])
+def test_a_bucket_is_packed_again_after_its_sum_was_read(device_engine: Engine, on_stream: bool) -> None:
+    _, steps = take_steps(device_engine, f"several streams {on_stream}", 5, on_stream)
+    for step, sums in enumerate(steps):
         for out in sums:
             np.testing.assert_array_equal(out.values, sum_of(len(out), step))
 
 
-def late_average(engine: Engine, count: int = 5_000) -> tuple[OnDevice, Any]:
-    """Return an array that its stream will average, and its average."""
-    out = empty(count)
-    engine.allreduce(OnDevice(values_of(hvpipe.rank(), count, "float32"), MADE_ON), out=out)
-    return out, sum_of(count) / np.float32(hvpipe.size())
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_nccl_scatters_as_backward_goes_and_gathers_as_forward_goes(libraries: Libraries, way: str) -> None:
+    engine = open_engine(libraries, way)
+    if "by NCCL" not in engine.use_device():
+        pytest.skip("NCCL connects no ranks")
+    calls = ctypes.CDLL(libraries.nccl).fake_nccl_calls
+    calls.restype = ctypes.c_char_p
+    calls()  # those of other cases
+    _, (sums,) = take_steps(engine, "in order", 1)
+    assert [len(out) for out in sums] == [500_000, 300_001, 1_000]
+    made = [call.decode().split(":") for call in calls().split()]
+    last, first = made[0][1], made[1][1]  # the first layers are in the second bucket
+    assert int(last) > int(first)
+    assert made == [["scatter", last], ["scatter", first], ["gather", first], ["gather", last]]
+    engine.agree("end of a case")
+    engine.stop()
 
 
-def test_calls_use_an_array_after_the_work_on_its_stream(device_engine: Engine) -> None:
-    array, average = late_average(device_engine)
+def late_sum(engine: Engine) -> OnDevice:
+    """Return an array into which its stream has still to unpack the sum of all ranks."""
+    plan_id, ((array,),) = take_steps(engine, "late", 1, model=[Gradient("one", (5_000,), "float32")])
+    engine.remove_plan(plan_id)
+    return array
+
+
+def test_an_all_reduce_waits_for_the_stream_of_its_array(device_engine: Engine) -> None:
+    array = late_sum(device_engine)
     device_engine.allreduce(array, op="sum", out=array)
+    np.testing.assert_array_equal(array.values, sum_of(len(array)) * np.float32(hvpipe.size()))
+
+
+def test_a_broadcast_waits_for_the_stream_of_its_array(device_engine: Engine) -> None:
+    array = late_sum(device_engine)
+    if hvpipe.rank() == 0:
+        array = OnDevice(values_of(77, len(array), "float32"))
     device_engine.broadcast(array)
-    np.testing.assert_allclose(array.values, average * hvpipe.size(), rtol=1e-6)
+    np.testing.assert_array_equal(array.values, values_of(77, len(array), "float32"))
 
 
 def test_a_message_is_sent_after_the_work_on_its_stream(device_engine: Engine) -> None:
     needs_others()
     rank, size = hvpipe.rank(), hvpipe.size()
-    array, average = late_average(device_engine)
+    array = late_sum(device_engine)
     out = empty(len(array))
     requests = [
         device_engine.receive_on_device(out, (rank - 1) % size, 0, "a message"),
@@ -89,22 +121,22 @@ def test_a_message_is_sent_after_the_work_on_its_stream(device_engine: Engine) -
     ]
     for request in requests:
         request.wait()
-    np.testing.assert_allclose(out.values, average, rtol=1e-6)
+    np.testing.assert_array_equal(out.values, sum_of(len(out)))
 
 
 def test_a_message_is_received_after_the_work_on_its_stream(device_engine: Engine) -> None:
     needs_others()
     rank, size = hvpipe.rank(), hvpipe.size()
-    array, _ = late_average(device_engine)
+    array = late_sum(device_engine)
+    sent = OnDevice(values_of(100 + rank, len(array), "float32"))
     requests = [
         device_engine.receive_on_device(array, (rank - 1) % size, 0, "a message"),
-        device_engine.send(
-            OnDevice(values_of(rank, len(array), "float32")), (rank + 1) % size, 0, "a message"
-        ),
+        device_engine.send(sent, (rank + 1) % size, 0, "a message"),
     ]
     for request in requests:
         request.wait()
-    np.testing.assert_array_equal(array.values, values_of((rank - 1) % size, len(array), "float32"))
+    wanted = values_of(100 + (rank - 1) % size, len(array), "float32")
+    np.testing.assert_array_equal(array.values, wanted)
 
 
 def test_memory_of_a_posted_message_is_used_again_after_it_was_read(device_engine: Engine) -> None:
