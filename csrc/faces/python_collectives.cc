@@ -136,6 +136,7 @@ void BindCollectives(EngineClass& engine) {
            nb::arg("late"))
       .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
            nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"))
+      .def_prop_ro("nccl_connects_all", [](const Engine& self) { return self.device().nccl_connects_all(); })
       .def("all_reduce_device", &AllReduceDevice, nb::arg("address"), nb::arg("out"), nb::arg("bytes"),
            nb::arg("dtype"), nb::arg("scale"), nb::arg("what"), nb::arg("stream"))
       .def("broadcast_device", &BroadcastDevice, nb::arg("address"), nb::arg("bytes"), nb::arg("root"),

@@ -184,6 +184,11 @@ class Engine:
         return self._gpu_route
 
     @property
+    def nccl_connects_all(self) -> bool:
+        """Whether data on GPUs goes by NCCL between all ranks, also between hosts; after `use_device`."""
+        return bool(self._core_for("NCCL").nccl_connects_all)
+
+    @property
     def serves_gpus(self) -> bool:
         """Whether this rank has a C++ engine with its GPU library."""
         return self.core is not None and has_gpu_library(self._settings)

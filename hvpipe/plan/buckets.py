@@ -17,13 +17,15 @@ WIRE_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
 _SENT_BYTES = {**ITEM_BYTES, "int8": 1}
 
 
-def fitting_bytes(gradient_bytes: int) -> int:
+def fitting_bytes(gradient_bytes: int, by_nccl: bool = False) -> int:
     """Return the bucket size for a model with `gradient_bytes` of gradients, if the user gives none.
 
-    It is 4 MiB. Below 32 MiB of gradients it is an eighth of them, because a small model's gradients would
-    otherwise all travel in one piece after the backward. It is at least 64 KiB.
+    It is 4 MiB; 25 MiB if NCCL carries the gradients, because each bucket costs calls and kernels (the size
+    is that of PyTorch's DistributedDataParallel). For a model with less than eight such buckets it is an
+    eighth of its gradients, which would otherwise all travel in one piece after the backward. It is at least
+    64 KiB.
     """
-    return min(4 << 20, max(64 << 10, gradient_bytes // 8))
+    return min((25 if by_nccl else 4) << 20, max(64 << 10, gradient_bytes // 8))
 
 
 def cut_buckets(
@@ -155,6 +157,7 @@ def plan_buckets(
     *,
     in_turn: bool = False,
     table_bytes: int | None = None,
+    by_nccl: bool = False,
 ) -> BucketPlan:
     """Cut a model's gradients into buckets (see `cut_buckets`) and give each its priority.
 
@@ -170,6 +173,7 @@ def plan_buckets(
             first.
         table_bytes: A table of this many bytes or more has a bucket to itself, which sends only the rows that
             are not zero. None: tables are like other gradients.
+        by_nccl: Whether NCCL carries the buckets, for `fitting_bytes`.
 
     Returns:
         The buckets.
@@ -186,7 +190,7 @@ def plan_buckets(
     sends_rows = [_sends_rows(gradient, table_bytes) for gradient in gradients]
     if bucket_bytes is None:
         dense = (g.bytes for g, rows in zip(gradients, sends_rows, strict=True) if not rows)
-        bucket_bytes = fitting_bytes(sum(dense))
+        bucket_bytes = fitting_bytes(sum(dense), by_nccl)
     if bucket_bytes < 1:
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
     # A table's kind is its own index, so it shares its bucket with nothing.

@@ -61,6 +61,13 @@ def test_buckets_of_sizes_alone() -> None:
     assert cut_buckets([], 4) == []
 
 
+def test_a_bucket_is_larger_where_nccl_carries_it() -> None:
+    layers = [Gradient(str(place), (1_000_000,), "float32") for place in range(100)]
+    assert {len(b.members) for b in plan_buckets(layers).buckets} == {1}
+    assert max(len(b.members) for b in plan_buckets(layers, by_nccl=True).buckets) == 6  # 26.2 MB
+    assert plan_buckets(layers[:8], by_nccl=True) == plan_buckets(layers[:8])  # an eighth each
+
+
 def test_large_tables_are_sent_by_rows() -> None:
     model = [
         Gradient("embed", (100, 16), "float32", table=True),  # 0: 6400 bytes

@@ -80,6 +80,7 @@ class BucketReducer:
             options.compression if self._compression is None else None,
             in_turn=options.in_turn,
             table_bytes=None if on_device else session.settings.table_bytes,
+            by_nccl=on_device and session.engine.nccl_connects_all,
         )
         self._gradients = gradients
         # Named explicitly: TensorFlow would choose the device by where the gradients are.

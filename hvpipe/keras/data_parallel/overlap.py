@@ -55,7 +55,7 @@ class Overlap:
     in_turn: ClassVar[bool] = False
     """Whether buckets are reduced in the order of the plan instead of by urgency."""
     on_stream: ClassVar[bool] = False
-    """Whether the step needs all sums before it goes on, so that a GPU may wait for them instead of the host."""
+    """Whether a step needs all sums before it goes on, so that a GPU may wait for them, not the host."""
     reduces_gradients: ClassVar[bool] = True
     """Whether gradients are reduced. If not, each rank updates with its own, and weights differ."""
     rounds: LocalRounds | None = None
