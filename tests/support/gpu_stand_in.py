@@ -12,13 +12,14 @@ import numpy as np
 
 from bench.gpu import check_worker
 from bench.gpu.interface import Numbers
+from devices import finish_stream
 from hvpipe.comm.engine import Engine
 
 TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V2"}
 
 
 class OnDevice(np.ndarray[Any, Any]):
-    """An array that claims to lie on a device, as CuPy's and PyTorch's arrays do."""
+    """An array that claims to lie on a device, as CuPy's and PyTorch's arrays do. It uses the default stream."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -38,12 +39,15 @@ class StandIn:
 
     def __init__(self, local_rank: int) -> None:
         self._matrix = np.ones((64, 64))
+        self._arrays: list[Any] = []  # the fake device may still use them
 
     def put(self, values: Numbers, dtype: str) -> Any:
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-        return values.astype(kind).view(OnDevice)
+        self._arrays.append(values.astype(kind).view(OnDevice))
+        return self._arrays[-1]
 
     def get(self, array: Any) -> Numbers:
+        self.synchronize()
         return np.array(array, np.float64, subok=False)
 
     def faces(self, array: Any) -> dict[str, Any]:
@@ -52,6 +56,7 @@ class StandIn:
         return {"a view": array.view()}
 
     def copy(self, target: Any, source: Any) -> None:
+        self.synchronize()
         target[...] = source
 
     def multiply(self) -> None:
@@ -62,7 +67,8 @@ class StandIn:
     def side_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        assert finish_stream(1, 20)
 
     def mark(self) -> float:
         return time.perf_counter()

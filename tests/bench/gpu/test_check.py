@@ -47,7 +47,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(check, "WORKER", "gpu_stand_in")
     monkeypatch.setattr(sys, "argv", ["check", "--small", "--json", str(tmp_path / "rows.json")])
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'tests' / 'support'}")
-    monkeypatch.setenv("HVPIPE_DEVICE_LIBRARY", str(build("fake_device.cc")))
+    device = str(build("fake_device.cc"))
+    monkeypatch.setenv("HVPIPE_DEVICE_LIBRARY", device)
+    monkeypatch.setenv("FAKE_NCCL_DEVICE", device)
     monkeypatch.setenv("HVPIPE_NCCL_LIBRARY", str(build("fake_nccl.cc")))
     monkeypatch.setenv("FAKE_DEVICES", "1")
     return tmp_path / "rows.json"
