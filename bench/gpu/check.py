@@ -1,10 +1,12 @@
 """Verify and measure hvpipe on this machine's GPU: `python -m bench.gpu.check`.
 
 It builds hvpipe if its GPU library is missing, and runs one_rank_driver.cc. Then it runs
-bench.gpu.check_worker with one rank, with two through the host and with two by NCCL. Every result is compared
-with a float64 reference, on fresh random data, with poisoned outputs. It needs PyTorch, MPI and nvcc;
-bench/README.md says how to install what is missing. On a machine with one GPU two ranks share it, which needs
-NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY).
+bench.gpu.check_worker with one rank, with two through the host, with two by NCCL, and with four as two hosts
+with NCCL inside each. Every result is compared with a float64 reference, on fresh random data, with poisoned
+outputs. Then NVML's figures are compared with nvidia-smi's, and compute-sanitizer looks at one rank. Each
+part has a time limit, and the others go on after a failure. It needs PyTorch, MPI and nvcc; bench/README.md says
+how to install what is missing. On a machine with one GPU the ranks share it, which needs NCCL 2.30 or later
+(HVPIPE_NCCL_LIBRARY); the check then starts MPS, so that they run side by side.
 
 Exit codes: 0 all is right; 1 a result is wrong, a rank failed or a figure falls short (not with --small); 77
 no GPU.
@@ -13,6 +15,7 @@ no GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import datetime
 import json
@@ -21,10 +24,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvpipe.comm.rank_gpu import find_nccl
+from hvpipe.monitor.gpu_meter import GpuMeter
+from hvpipe.monitor.nvml import NvmlMissing
 
 NO_GPU = 77
 REPOSITORY = Path(__file__).parents[2]
@@ -105,12 +112,21 @@ def driver_rows(output: str, code: int) -> list[Row]:
     return rows
 
 
-def run(ranks: int, settings: dict[str, str], small: bool, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
-    """Return the rows that rank 0 of the worker wrote, and one more if a rank failed or took too long."""
+def run(
+    ranks: int,
+    settings: dict[str, str],
+    small: bool,
+    timeout_s: float = RUN_TIMEOUT_S,
+    under: Sequence[str] = (),
+) -> list[Row]:
+    """Return the rows that rank 0 of the worker wrote, and one more if a rank failed or took too long.
+
+    `under` is a command that runs the launcher, such as compute-sanitizer's.
+    """
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "hvpipe", "run", "--no-summary", "-np", str(ranks), "-m", WORKER]
-        command += [str(rows), *(["small"] if small else [])]
+        command = [*under, sys.executable, "-m", "hvpipe", "run", "--no-summary", "-np", str(ranks), "-m"]
+        command += [WORKER, str(rows), *(["small"] if small else [])]
         # Ranks wait for each other as long as one of them may take.
         waits = {"HVPIPE_TIMEOUT": str(max(60.0, timeout_s / 2)), **os.environ, **settings}
         with subprocess.Popen(command, env=waits, cwd=REPOSITORY) as launcher:
@@ -139,7 +155,67 @@ def runs(devices: int, version: int) -> list[tuple[int, dict[str, str]]]:
     found: list[tuple[int, dict[str, str]]] = [(1, {}), (2, {**shared, "HVPIPE_NCCL_LIBRARY": "none"})]
     if version >= (SHARES_A_GPU if devices == 1 else 1):
         found.append((2, shared))
+    if version >= (1 if devices >= 4 else SHARES_A_GPU) and devices in (1, *range(4, 65)):
+        found.append((4, {**shared, "HVPIPE_RANKS_PER_HOST": "2", "HVPIPE_NCCL_SPAN": "host"}))
     return found
+
+
+@contextlib.contextmanager
+def mps(devices: int) -> Iterator[str]:
+    """Run CUDA's multi-process service, so that ranks on one GPU run side by side; yield what was done."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if devices > 1 or control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield "not started: " + (
+            "each rank has a GPU" if devices > 1 else "there is none, or it runs already"
+        )
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = folder
+        try:
+            done = subprocess.run([control, "-d"], capture_output=True, text=True, timeout=30, check=False)
+            yield "started" if done.returncode == 0 else f"did not start: {done.stderr.strip()}"
+        finally:
+            with contextlib.suppress(subprocess.SubprocessError):
+                subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=30)
+            del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+
+
+def sanitize(tool: str, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
+    """Return a row that says what a tool of compute-sanitizer found in one rank with little data."""
+    what = f"compute-sanitizer {tool}"
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(program).exists():
+        return [{"what": what, "result": "left out: it is not here", "ok": None}]
+    under = [program, "--tool", tool, "--target-processes", "all", "--error-exitcode", "9"]
+    # Frameworks ask for what a GPU may lack, and handle the answer: not an error.
+    under += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    # Racecheck reports hazards in cuBLAS's own kernels: look only at hvpipe's.
+    under += ["--kernel-name", "kernel_substring=ScaleAndCast"] if tool == "racecheck" else []
+    wrong = [row for row in run(1, {}, True, timeout_s, under) if row["ok"] is False]
+    result = "no error" if not wrong else "; ".join(f"{row['what']}: {row['result']}" for row in wrong)
+    return [{"what": what, "result": result, "ok": not wrong}]
+
+
+def nvml_against_smi() -> list[Row]:
+    """Return a row that compares the sampler's memory and power with nvidia-smi's, one after the other."""
+    what = "NVML against nvidia-smi"
+    try:
+        meter = GpuMeter(os.environ.get("CUDA_VISIBLE_DEVICES"), 0)
+        seen = meter.look(time.monotonic())
+        meter.close()
+        query = ["nvidia-smi", "--query-gpu=memory.used,power.draw", "--format=csv,noheader,nounits"]
+        command = [*query, f"--id={meter.uuid}"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        memory_mib, power_w = (float(each) for each in said.split(","))
+    except (OSError, ValueError, subprocess.SubprocessError, NvmlMissing) as error:
+        return [{"what": what, "result": f"FAILED: {type(error).__name__}: {error}", "ok": False}]
+    mine_mib, mine_w = (seen.memory_bytes or 0) / 2**20, seen.power_w or 0.0
+    result = f"{mine_mib:.0f} and {memory_mib:.0f} MiB, {mine_w:.0f} and {power_w:.0f} W"
+    # nvidia-smi makes a context of its own meanwhile; power changes all the time.
+    good = (
+        abs(mine_mib - memory_mib) <= 64 + 0.02 * memory_mib and abs(mine_w - power_w) <= 20 + 0.2 * power_w
+    )
+    return [{"what": what, "result": result, "ok": good}]
 
 
 def table(rows: list[Row]) -> str:
@@ -155,7 +231,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--small", action="store_true", help="little data, for a run under compute-sanitizer")
     parser.add_argument(
-        "--timeout", type=float, default=RUN_TIMEOUT_S, help="seconds for each of three runs (default: 150)"
+        "--timeout", type=float, default=RUN_TIMEOUT_S, help="seconds for each run (default: 150)"
     )
     arguments = parser.parse_args()
     devices = gpus()
@@ -163,21 +239,29 @@ def main() -> int:
         print(f"No GPU to check here: {devices}. Nothing was measured (exit {NO_GPU}).")
         return NO_GPU
     build()
-    version = nccl_version(os.environ.get("HVPIPE_NCCL_LIBRARY", ""))
-    planned = runs(devices, version)
-    rows: list[Row] = one_rank(find_nccl(os.environ.get("HVPIPE_NCCL_LIBRARY", "")))
-    print(table(rows), flush=True)
-    if len(planned) < 3:
-        result = f"left out: two ranks on one GPU need NCCL {SHARES_A_GPU}, found {version or 'none'}"
-        rows.append({"what": "2 ranks, NCCL", "result": result, "ok": None})
-        print(table(rows[-1:]))
-    for ranks, settings in planned:
-        new = run(ranks, settings, arguments.small, arguments.timeout)
-        rows += new
+    named = os.environ.get("HVPIPE_NCCL_LIBRARY", "")
+    version = nccl_version(named)
+    rows: list[Row] = []
+
+    def show(new: list[Row]) -> None:
+        rows.extend(new)
         print(table(new), flush=True)
-        if arguments.json:  # after each run, because the next one may hang
+        if arguments.json:  # after each part, because the next one may hang
             date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             arguments.json.write_text(json.dumps({"date": date, "rows": rows}, indent=1) + "\n")
+
+    show(one_rank(find_nccl(named)))
+    with mps(devices) as service:
+        show([{"what": "MPS", "result": service, "ok": None}])
+        planned = runs(devices, version)
+        if len(planned) < 4:
+            result = f"left out: ranks that share a GPU need NCCL {SHARES_A_GPU}, found {version or 'none'}"
+            show([{"what": "2 ranks, NCCL, or 4 ranks", "result": result, "ok": None}])
+        for ranks, settings in planned:
+            show(run(ranks, settings, arguments.small, arguments.timeout))
+    show(nvml_against_smi())
+    for tool in ("memcheck", "racecheck"):
+        show(sanitize(tool, 2 * arguments.timeout))
     wrong = [row for row in rows if row["ok"] is False]
     print(f"{len(rows)} rows, {len(wrong)} wrong")
     if devices == 1:

@@ -19,7 +19,7 @@ TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V
 
 
 class OnDevice(np.ndarray[Any, Any]):
-    """An array that claims to lie on a device, as CuPy's and PyTorch's arrays do. It uses the default stream."""
+    """An array that claims to lie on a device, as CuPy's and PyTorch's arrays do, on the default stream."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

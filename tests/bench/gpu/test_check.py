@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(check, "gpus", lambda: 1)
     monkeypatch.setattr(check, "build", lambda: None)
     monkeypatch.setattr(check, "one_rank", lambda nccl: [])
+    monkeypatch.setattr(check, "nvml_against_smi", list)
     monkeypatch.setattr(check, "WORKER", "gpu_stand_in")
     monkeypatch.setattr(sys, "argv", ["check", "--small", "--json", str(tmp_path / "rows.json")])
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'tests' / 'support'}")
@@ -79,6 +81,8 @@ def test_a_dry_run_verifies_and_measures_everything(
             assert rows[f"{ranks}: messages of 1 MB"]["figures"]["taken_s"] > 0
     assert "1 rank: all-reduce of a view" in verified
     assert rows["2 ranks, NCCL: data goes"]["result"] == "by NCCL 2.30.5"
+    assert "4 ranks, NCCL: steps, compression bf16" in verified
+    assert "inside hosts" in rows["4 ranks, NCCL: data goes"]["result"]
     for what in ("pack 1 MB", "unpack 1 MB", "sampler (NVML)"):
         assert rows[f"1 rank: {what}"]["ok"] is None
     assert "hidden (wanted: 90%)" in rows["2 ranks, NCCL: overlap, 1 MB"]["result"]
@@ -97,7 +101,8 @@ def test_a_wrong_result_on_any_rank_and_a_part_that_raises_are_failures(
     assert wrong.pop("1 rank(s) {}") == "FAILED: exit code 1"
     sums = [f"all-reduce {dtype}" for dtype in ("float32", "float64", "float16", "bfloat16")]
     sums.append("all-reduce on a stream of its own")
-    assert set(wrong) == {f"{way}: {one}" for way in ("2 ranks, host", "2 ranks, NCCL") for one in sums}
+    ways = ("2 ranks, host", "2 ranks, NCCL", "4 ranks, NCCL")
+    assert set(wrong) == {f"{way}: {one}" for way in ways for one in sums}
     assert "!! 2 ranks, NCCL: all-reduce float32 " in capsys.readouterr().out
 
 
@@ -129,10 +134,26 @@ def test_two_ranks_share_a_gpu_only_with_an_nccl_that_can(monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     shared = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     host = {"HVPIPE_NCCL_LIBRARY": "none"}
-    assert check.runs(1, 23000) == [(1, {}), (2, {**shared, **host}), (2, shared)]
+    inside = {"HVPIPE_RANKS_PER_HOST": "2", "HVPIPE_NCCL_SPAN": "host"}
+    assert check.runs(1, 23000) == [(1, {}), (2, {**shared, **host}), (2, shared), (4, {**shared, **inside})]
     assert check.runs(1, 22809) == [(1, {}), (2, {**shared, **host})]
     assert check.runs(2, 22809) == [(1, {}), (2, host), (2, {})]
     assert check.runs(2, 0) == [(1, {}), (2, host)]
+    assert check.runs(4, 22809) == [(1, {}), (2, host), (2, {}), (4, inside)]
+
+
+def test_compute_sanitizer_runs_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program in its place runs what follows its options, and exits with what it found."""
+    (tmp_path / "compute-sanitizer").write_text('#!/bin/sh\nshift 6\n"$@"\nexit "$FOUND"\n')
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    (tmp_path / "worker.py").write_text("")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(check, "WORKER", "worker")
+    for found, ok in (("0", True), ("9", False)):
+        monkeypatch.setenv("FOUND", found)
+        (row,) = check.sanitize("initcheck", timeout_s=60)
+        assert (row["what"], row["ok"]) == ("compute-sanitizer initcheck", ok), row
 
 
 def test_the_version_of_nccl_is_read_from_the_library() -> None:
