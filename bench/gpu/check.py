@@ -4,9 +4,11 @@ It builds hvpipe if its GPU library is missing, and runs one_rank_driver.cc. The
 bench.gpu.check_worker with one rank, with two through the host, with two by NCCL, and with four as two hosts
 with NCCL inside each. Every result is compared with a float64 reference, on fresh random data, with poisoned
 outputs. Then NVML's figures are compared with nvidia-smi's, and compute-sanitizer looks at one rank. Each
-part has a time limit, and the others go on after a failure. It needs PyTorch, MPI and nvcc; bench/README.md says
-how to install what is missing. On a machine with one GPU the ranks share it, which needs NCCL 2.30 or later
-(HVPIPE_NCCL_LIBRARY); the check then starts MPS, so that they run side by side.
+part has a time limit, and the others go on after a failure.
+
+It needs PyTorch, MPI and nvcc; bench/README.md says how to install what is missing. On a machine with one GPU
+the ranks share it, which needs NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY); the check then starts MPS, so that
+they run side by side.
 
 Exit codes: 0 all is right; 1 a result is wrong, a rank failed or a figure falls short (not with --small); 77
 no GPU.
