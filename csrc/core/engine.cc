@@ -67,11 +67,14 @@ void Engine::Watch(bool on) {
   watchdog_.Watch(on);
 }
 
-std::string Engine::UseDevice(const DeviceOptions& options, const Interrupt& interrupt) {
+// In one turn, so that a second caller finds the device, and no other thread's call comes between.
+Engine::DeviceUse Engine::UseDevice(const DeviceOptions& options, const Interrupt& interrupt) {
+  const Turns::Turn turn = calls_.TakeTurn(interrupt);
   if (!device_.empty())
     throw Error("use_device should be called once. Received: a second call", ErrorKind::kUsage);
-  NcclSetup setup(options, network_, calls_, messenger_, interrupt);
-  return device_.Set(setup.Run()).route;
+  NcclSetup setup(options, network_, calls_, messenger_, network_.options().timeout_s / 2, interrupt);
+  if (const auto failure = setup.Open()) return {false, *failure};
+  return {true, device_.Set(setup.Connect()).route};
 }
 
 // After an error the peers may be gone. Messages that they had sent may still arrive and must find their

@@ -29,10 +29,13 @@ int Count() {
   if (code == cudaSuccess) return devices;
   (void)cudaGetLastError();
   (void)cudaDriverGetVersion(&driver);
-  throw Error("A CUDA device should be usable: " + std::string(cudaGetErrorString(code)) +
-                  ". Received: " + (driver == 0 ? "no driver" : "a driver for CUDA " + Version(driver)) +
-                  "; hvpipe was built with CUDA " + Version(CUDART_VERSION),
-              ErrorKind::kUsage);
+  throw Error(
+      "A CUDA device should be usable: " + std::string(cudaGetErrorString(code)) +
+          ". Received: " + (driver == 0 ? "no driver" : "a driver for CUDA " + Version(driver)) +
+          "; hvpipe was built with CUDA " + Version(CUDART_VERSION) +
+          ", and a build runs with drivers for that CUDA or a later one: update the driver, or install "
+          "hvpipe again with an older nvcc first on PATH",
+      ErrorKind::kUsage);
 }
 
 class CudaDevice : public Device {

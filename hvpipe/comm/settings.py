@@ -48,6 +48,7 @@ class Settings:
     nccl_span: NcclSpan = "world"  # "host": MPI carries data of GPUs between hosts
     device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
+    job_may_have_gpus: bool = False  # whether any rank may find one; the session sets it
     dynamic_process_sets: bool = False  # whether process sets can be added to Horovod
     job_folder: Path | None = None  # that `hvpipe run` shares with the ranks of its host
     verify_every: int = 0  # steps; 0: never

@@ -96,7 +96,8 @@ def test_each_device_has_a_unique_id_even_on_a_shared_board(run: Run) -> None:
 def test_a_driver_older_than_the_build_is_named_with_it(run: Run, case: str, driver: str) -> None:
     built, left_over, error = run(case)
     assert "A CUDA device should be usable: the driver is too old" in error
-    assert error.endswith(f"Received: {driver}; hvpipe was {built}")
+    assert f"Received: {driver}; hvpipe was {built}, and" in error
+    assert "update the driver, or install hvpipe again with an older nvcc" in error
     assert left_over == "last error: 0"
 
 

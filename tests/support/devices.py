@@ -55,7 +55,7 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
     changes.setdefault("device_library", libraries.device)
     # The simulated hosts share the GPUs of this machine.
     changes.setdefault("gpus_may_be_shared", session.settings.ranks_per_host > 0)
-    settings = replace(session.settings, **changes)
+    settings = replace(session.settings, job_may_have_gpus=True, **changes)
     return Engine(session.world, settings)
 
 

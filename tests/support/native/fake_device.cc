@@ -124,7 +124,9 @@ int hvpipe_count_devices() {
   return devices != nullptr ? std::atoi(devices) : 8;
 }
 
+// FAKE_DEVICE_BROKEN: why none can be opened.
 Device* hvpipe_open_device(int ordinal, int version) {
+  if (const char* const why = std::getenv("FAKE_DEVICE_BROKEN")) throw Error(why, hvpipe::ErrorKind::kUsage);
   if (version != hvpipe::kDeviceInterface) throw Error("another build", hvpipe::ErrorKind::kUsage);
   return new FakeDevice(ordinal);
 }

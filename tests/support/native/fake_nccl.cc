@@ -194,6 +194,8 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
     return kInvalidUsage;  // the id was not passed on completely
   // By name, as NCCL calls some of its own functions.
   if (ncclGroupStart() != kSuccess || ncclGroupEnd() != kSuccess) return kInvalidUsage;
+  MPI_Comm ranks = MPI_COMM_NULL;
+  if (size > 2) MPI_Comm_split(MPI_COMM_WORLD, id.internal[1], rank, &ranks);
   if (Fails("init")) return kUnhandledCudaError;
   std::free(realpath("/", nullptr));  // as NCCL does: memory that the C library allocated
   auto* const made = new Communicator;
@@ -201,7 +203,7 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
   made->size = size;
   std::memcpy(&made->serial, &id.internal[8], sizeof made->serial);
   made->serial = 10 * made->serial + id.internal[1];
-  if (size > 2) MPI_Comm_split(MPI_COMM_WORLD, id.internal[1], rank, &made->ranks);
+  made->ranks = ranks;
   if (size == 2 && rank == 0) {
     MPI_Irecv(&made->other, 1, MPI_INT, MPI_ANY_SOURCE, TagOf(*made, 2), MPI_COMM_WORLD, &made->request);
     made->busy = made->carries = true;
