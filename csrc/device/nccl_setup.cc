@@ -12,11 +12,16 @@
 #include <utility>
 
 #include "core/aligned_buffer.h"
+#include "device/device_buffer.h"
 
 namespace hvpipe {
 namespace {
 
 const char* const kStart = "start of NCCL";
+const char* const kFirstSums = "first sums of NCCL";
+
+// NCCL chooses its algorithm by size, and allocates for each when it first uses it.
+constexpr std::size_t kSmallBytes = 1 << 10, kLargeBytes = 16 << 20;
 
 // What a rank tells the others before NCCL connects them.
 struct NcclOffer {
@@ -249,8 +254,12 @@ bool NcclSetup::MakeCommunicator(const NcclPlace& place) {
   }
   if (!failure) {
     AgreeOnNcclMemory();
-    return true;
+    failure = Together(kFirstSums, [&] {
+      WarmUp(kSmallBytes, place.size < topology_.size);
+      WarmUp(kLargeBytes, place.size < topology_.size);
+    });
   }
+  if (!failure) return true;
   device_->ranks.reset();  // aborts
   device_->nccl_memory = false;
   const std::string why = "NCCL did not start on " + *failure;
@@ -263,10 +272,45 @@ void NcclSetup::Join(const NcclPlace& place, const nccl::UniqueId& id) {
   const CurrentDevice current(*device_->device);
   device_->ranks =
       std::make_unique<NcclCommunicator>(*device_->library, device_->device, place.rank, place.size, id);
-  device_->ranks->WaitUntilReady(timeout_s_, "joining " + std::to_string(place.size) + " ranks", [this] {
-    interrupt_();
-    CheckOthers(kStart);
-  });
+  device_->ranks->WaitUntilReady(timeout_s_, "joining " + std::to_string(place.size) + " ranks",
+                                 [this] { Interrupted(kStart); });
+}
+
+// Call each collective that buckets and blocking calls will use. Later TensorFlow may hold all memory, which
+// NCCL needs for its first collectives.
+void NcclSetup::WarmUp(std::size_t bytes, bool inside_hosts) {
+  NcclCommunicator& ranks = *device_->ranks;
+  const CurrentDevice current(*device_->device);
+  const auto shares = static_cast<std::size_t>(ranks.size());
+  const std::size_t count = (bytes / sizeof(float) + shares - 1) / shares * shares;
+  auto buffer = std::make_unique<DeviceBuffer>(*device_, count, DType::kFloat32);
+  void* const data = buffer->data();
+  const auto run = [&](const std::function<void(Device::Stream)>& call) {
+    call(device_->stream.get());
+    ranks.WaitUntilReady(timeout_s_, kFirstSums, [this] { Interrupted(kFirstSums); });
+    device_->device->Record(buffer->moved(), device_->stream.get());
+    const auto arrived = [&] { return device_->device->Reached(buffer->moved()); };
+    ranks.WaitUntil(arrived, timeout_s_, kFirstSums, [this] { Interrupted(kFirstSums); });
+  };
+  try {
+    buffer->Register();
+    if (inside_hosts) {
+      run([&](Device::Stream on) { ranks.ReduceScatter(data, count, DType::kFloat32, on); });
+      run([&](Device::Stream on) { ranks.AllGather(data, count, DType::kFloat32, on); });
+    } else {
+      run([&](Device::Stream on) { ranks.AllReduce(data, data, count, DType::kFloat32, on); });
+      run([&](Device::Stream on) { ranks.Broadcast(data, count * sizeof(float), 0, on); });
+    }
+    buffer->Deregister();
+  } catch (...) {
+    (void)buffer.release();  // the device may still use it
+    throw;
+  }
+}
+
+void NcclSetup::Interrupted(const char* what) {
+  interrupt_();
+  CheckOthers(what);
 }
 
 // All ranks must register a buffer or none, so each rank first tries whether it can.

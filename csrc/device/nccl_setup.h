@@ -49,6 +49,10 @@ class NcclSetup {
   // Returns whether it could be made; otherwise data goes through the host.
   bool MakeCommunicator(const NcclPlace& place);
   void Join(const NcclPlace& place, const nccl::UniqueId& id);
+  // `inside_hosts`: the communicator is for scattering and gathering inside a host.
+  void WarmUp(std::size_t bytes, bool inside_hosts);
+  // Throw if the user or another rank's failure ends a wait for NCCL in `what`.
+  void Interrupted(const char* what);
   void GoThroughHost(const std::string& why);
   void AgreeOnNcclMemory();
   bool CanRegisterMemory();

@@ -187,6 +187,22 @@ def test_use_device_returns_the_path_of_the_data(libraries: Libraries) -> None:
     engine.stop()
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_nccl_allocates_before_tensorflow_takes_the_memory(libraries: Libraries, way: str) -> None:
+    """A small and a large collective of each kind run before `use_device` returns."""
+    needs_others()
+    device, nccl = ctypes.CDLL(libraries.device), ctypes.CDLL(libraries.nccl)
+    held, before = things(device, nccl), nccl.nccl_collectives()
+    engine = open_engine(libraries, way)
+    if "by NCCL" not in engine.use_device():
+        pytest.skip("hosts with different numbers of ranks")
+    assert nccl.nccl_collectives() - before == 4
+    engine.agree("end of a case")
+    engine.stop()
+    engine.core = None
+    assert things(device, nccl) == held
+
+
 def way_of_a_span_of_hosts() -> str:
     hosts = current().engine.core.hosts
     if hvpipe.size() == 1:

@@ -133,6 +133,7 @@ def test_a_build_without_nvcc_goes_through_host_memory_and_says_so_once(
     [
         ("id", "ncclGetUniqueId: unhandled cuda error"),
         ("init", "ncclCommInitRankConfig: unhandled cuda error"),
+        ("collective", ": unhandled cuda error"),
         ("init-hang", "s for NCCL: joining"),
     ],
 )

@@ -6,6 +6,7 @@
 //   "id", "init"      an error at once
 //   "init-hang"       never ready
 //   "async"           an error after the first collective
+//   "collective"      an error of each collective
 //   "hang"            the first collective never ends
 //   "memory"          no memory
 //   "memory-full"     no memory, and the test device has just run out of it as well
@@ -139,12 +140,16 @@ MPI_Comm Ranks(Communicator& of) {
   return of.ranks;
 }
 
+std::atomic<int> collectives{0};
+
 // Begin to gather `count` elements of each rank.
 int Begin(Communicator& of, const void* in, std::size_t count) {
   if (!DeviceIsCurrent()) return kInvalidUsage;
   const std::size_t bytes = count * hvpipe::SizeOf(of.dtype);
   of.sent.assign(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
   of.gathered = of.sent;
+  ++collectives;
+  if (Fails("collective")) return Ranks(of) != MPI_COMM_NULL ? kUnhandledCudaError : kInvalidUsage;
   of.busy = true;
   of.carries = false;
   if (Fails("async")) of.state = kRemoteError;
@@ -269,6 +274,7 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
   Communicator& of = Of(communicator);
   if (of.busy || of.size == 1 || !DeviceIsCurrent()) return kInvalidUsage;
   if (in != out) std::memcpy(out, in, bytes);
+  ++collectives;
   MPI_Bcast(out, static_cast<int>(bytes), MPI_BYTE, root, Ranks(of));
   return kSuccess;
 }
@@ -307,6 +313,7 @@ int ncclCommDeregister(void* communicator, void* registration) {
 }
 #endif
 
+int nccl_collectives() { return collectives; }
 int nccl_memory_held() { return memory_held; }
 int nccl_registrations() { return registrations; }
 
@@ -383,13 +390,19 @@ int ncclCommDestroy(void* communicator) {
   return kSuccess;
 }
 
-// Leaves requests under way, and their memory.
+// Leaves requests under way, and their memory. A rank that waits for the other one to connect stops to wait, so that
+// it does not take the word of a later communicator.
 int ncclCommAbort(void* communicator) {
   if (!DeviceIsCurrent()) {  // its callers ignore an error
     std::fputs("ncclCommAbort without a current device\n", stderr);
     std::abort();
   }
-  if (Of(communicator).sends_or_receives) carrying = false;
+  Communicator& of = Of(communicator);
+  if (of.sends_or_receives) carrying = false;
+  if (of.request != MPI_REQUEST_NULL && of.size == 2 && of.rank == 0 && of.ranks == MPI_COMM_NULL && !of.sends_or_receives) {
+    MPI_Cancel(&of.request);
+    MPI_Request_free(&of.request);
+  }
   if (std::getenv("FAKE_NCCL_ABORT") != nullptr) std::this_thread::sleep_for(std::chrono::minutes(1));
   return kSuccess;
 }
