@@ -203,6 +203,16 @@ def test_nccl_allocates_before_tensorflow_takes_the_memory(libraries: Libraries,
     assert things(device, nccl) == held
 
 
+def test_two_threads_may_be_the_first_to_use_the_device(libraries: Libraries) -> None:
+    """Regression: both opened it."""
+    engine = open_engine(libraries, "NCCL")
+    with ThreadPoolExecutor(2) as threads:
+        routes = list(threads.map(lambda _: engine.use_device(), range(2)))
+    assert routes[0] == routes[1]
+    engine.agree("end of a case")
+    engine.stop()
+
+
 def way_of_a_span_of_hosts() -> str:
     hosts = current().engine.core.hosts
     if hvpipe.size() == 1:
@@ -221,7 +231,7 @@ def test_each_rank_sends_only_its_own_share_between_hosts(libraries: Libraries) 
     engine = open_engine(libraries, "NCCL inside hosts")
     if "inside hosts, through" not in engine.use_device():
         pytest.skip("hosts with different numbers of ranks")
-    # The size is 8 bytes more than two ranks can share equally, so the engine pads it.
+    # Two ranks cannot share the size equally, in whole units of 16 bytes, so the engine pads it.
     layers = [Gradient("a", (4_001,), "float64"), Gradient("b", (30_000,), "float64")]
     plan_id = engine.add_plan("a", plan_buckets(layers, 250_000, None), on_device=True)
     sent = engine.counters()["network_bytes_sent"]
@@ -237,7 +247,7 @@ def test_each_rank_sends_only_its_own_share_between_hosts(libraries: Libraries) 
     np.testing.assert_array_equal(arrays[1].values, np.full(4_001, hvpipe.size()))
     # A ring of H hosts sends 2 (H - 1) / H of each rank's share.
     hosts, local = engine.core.hosts, engine.core.local_size
-    share = 2 * (hosts - 1) / hosts * 8 * (30_000 + 4_002) / local
+    share = 2 * (hosts - 1) / hosts * 8 * (30_000 + 4_004) / local
     assert announced == 0
     assert engine.counters()["network_bytes_sent"] - sent == share
     engine.agree("end of a case")
