@@ -78,6 +78,10 @@ class CudaDevice : public Device {
     HVPIPE_CUDA(cudaMemGetInfo(&memory.free, &memory.total));
     return memory;
   }
+  std::size_t AllocatedBytes(const void* memory) override {
+    const CurrentDevice current(*this);
+    return context_.AllocatedBytes(memory);
+  }
   void* Allocate(std::size_t bytes) override {
     const CurrentDevice current(*this);
     void* memory = nullptr;

@@ -329,9 +329,8 @@ bool NcclSetup::CanRegisterMemory() {
   bool able = false;
   void* memory = nullptr;
   try {
-    const std::size_t free_before = device_->device->FreeMemory().free;
     memory = library.Allocate(kAlignment);
-    const bool small = free_before <= device_->device->FreeMemory().free + kLargestUnitBytes;
+    const bool small = device_->device->AllocatedBytes(memory) <= kLargestUnitBytes;
     if (void* const registration = small ? device_->ranks->Register(memory, kAlignment) : nullptr) {
       void* const registered = std::exchange(memory, nullptr);  // not freed if Deregister throws
       device_->ranks->Deregister(registration);

@@ -74,7 +74,8 @@ def test_memory_of_another_device_is_refused(run: Run) -> None:
 
 
 def test_a_failed_allocation_reports_its_size(run: Run) -> None:
-    room, device, left_over, host = run("full")
+    room, taken, device, left_over, host = run("full")
+    assert taken == "512 taken"
     assert (room, device, left_over) == ("300000000 of 1000000000", "null: 1", "last error: 0")
     assert "wanted 2147483648 more bytes (raise the limit: ulimit -l" in host
 

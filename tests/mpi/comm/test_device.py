@@ -116,6 +116,7 @@ MEMORY = {
     "there is some": "nccl",
     "of an older NCCL": "nccl_without_memory",
     "not on one rank": "nccl",
+    "that another process takes, too": "nccl",
     "in pieces of 512 MiB": "nccl",  # as on an H100 with NVSwitches, where a few buckets would fill the GPU
 }
 
@@ -129,7 +130,9 @@ def test_large_buckets_are_registered_with_nccl_on_all_ranks_or_none(
     library = getattr(libraries, MEMORY[memory])
     engine = open_engine(libraries, way, nccl_library=library)
     if memory == "in pieces of 512 MiB":
-        monkeypatch.setenv("FAKE_NCCL", "memory-large")
+        monkeypatch.setenv("FAKE_DEVICE_UNIT", str(512 << 20))
+    if memory == "that another process takes, too":
+        monkeypatch.setenv("FAKE_NCCL", "memory-shared")
     if memory == "not on one rank" and hvpipe.rank() == 1:
         monkeypatch.setenv("FAKE_NCCL", "memory")
     if "by NCCL" not in engine.use_device():
@@ -147,7 +150,7 @@ def test_large_buckets_are_registered_with_nccl_on_all_ranks_or_none(
             engine.collect_on_device(plan_id, bucket, [array])
             wanted = sum(values_of(r, array.values.size, "float32") for r in range(hvpipe.size()))
             np.testing.assert_array_equal(array.values, wanted)
-    large = 1 if memory == "there is some" else 0
+    large = 1 if memory in ("there is some", "that another process takes, too") else 0
     assert nccl.nccl_memory_held() - held == large
     assert nccl.nccl_registrations() - registered == large
     engine.agree("end of a case")

@@ -114,6 +114,7 @@ void Full() {
   const auto device = Open(1);
   const Device::MemorySize memory = device->FreeMemory();
   std::printf("%zu of %zu\n", memory.free, memory.total);
+  std::printf("%zu taken\n", device->AllocatedBytes(device->Allocate(16)));
   std::printf("null: %d\n", device->Allocate(2u << 30) == nullptr);
   std::printf("last error: %d\n", fake_last_error());
   device->AllocateHost(2u << 30);

@@ -64,6 +64,11 @@ class FakeDevice : public Device {
     const char* const free = std::getenv("FAKE_DEVICE_FREE");
     return {free != nullptr ? std::strtoull(free, nullptr, 10) : 1'000'000'000, 2'000'000'000};
   }
+  // FAKE_DEVICE_UNIT: of all allocations.
+  std::size_t AllocatedBytes(const void*) override {
+    const char* const unit = std::getenv("FAKE_DEVICE_UNIT");
+    return unit != nullptr ? std::strtoull(unit, nullptr, 10) : 2 << 20;
+  }
   void* Allocate(std::size_t bytes) override {
     return std::getenv("FAKE_DEVICE_FULL") != nullptr ? nullptr : Held(std::calloc(bytes, 1));
   }

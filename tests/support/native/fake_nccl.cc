@@ -10,7 +10,7 @@
 //   "hang"            the first collective never ends
 //   "memory"          no memory
 //   "memory-full"     no memory, and the test device has just run out of it as well
-//   "memory-large"    memory in units of 512 MiB
+//   "memory-shared"   memory, of which another process takes much at the same moment
 //   "finalize"        an error
 // With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may if other ranks of the host do not abort.
 // Leaving waits for all ranks, as in NCCL. FAKE_NCCL_DEVICE names the library of the test device: collectives
@@ -284,7 +284,7 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
 int ncclMemAlloc(void** memory, std::size_t bytes) {
   if (Fails("memory-full")) setenv("FAKE_DEVICE_FREE", "3000000", 1);  // others took the memory
   if (Fails("memory-full") || Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
-  if (Fails("memory-large")) setenv("FAKE_DEVICE_FREE", "463000000", 1);  // 537 MB less
+  if (Fails("memory-shared")) setenv("FAKE_DEVICE_FREE", "100000000", 1);  // another process took 900 MB
   *memory = std::malloc(bytes);
   std::memset(*memory, 0x55, bytes);
   ++memory_held;
@@ -293,7 +293,7 @@ int ncclMemAlloc(void** memory, std::size_t bytes) {
 
 int ncclMemFree(void* memory) {
   if (!DeviceIsCurrent()) return kInvalidUsage;  // memory_held will not return to 0
-  if (Fails("memory-large")) unsetenv("FAKE_DEVICE_FREE");
+  if (Fails("memory-shared")) unsetenv("FAKE_DEVICE_FREE");
   std::free(memory);
   --memory_held;
   return kSuccess;
