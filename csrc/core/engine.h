@@ -60,6 +60,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
   DeviceUse UseDevice(const DeviceOptions& options, const Interrupt& interrupt);
 
+  // Two training steps have ended, so the ranks need no longer wait for compilers.
+  void EndFirstSteps() { progress_->EndFirstSteps(); }
+
   // Fail all operations with an error: those under way and later ones.
   void Fail(const Error& error) { progress_->Fail(error); }
   // Let what is under way end, stop the progress thread, and free what MPI holds, on all ranks together.

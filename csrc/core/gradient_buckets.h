@@ -133,6 +133,7 @@ class GradientBuckets {
   void EndReducing(Bucket& bucket, const Error* error);
   static DeviceBuffer& DeviceBufferOf(const Bucket& bucket);
 
+  int agreed_steps_ = 0;  // driving thread only
   Progress& progress_;
   Agreement& agreement_;
   AllReduceRoute& route_;

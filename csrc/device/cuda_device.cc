@@ -198,7 +198,7 @@ class CudaDevice : public Device {
   // Checked here, because at the first pack the other ranks would already wait for this one.
   void CheckKernels(const cudaDeviceProp& properties) {
     const CurrentDevice current(*this);
-    const cudaError_t code = FindKernels();
+    const cudaError_t code = LoadKernels();
     if (code == cudaSuccess) return;
     (void)cudaGetLastError();
     const std::string major = std::to_string(properties.major), minor = std::to_string(properties.minor);

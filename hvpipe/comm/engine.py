@@ -75,6 +75,7 @@ class Engine:
         self.world = world
         self._traced = settings.trace_path is not None
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
+        self._recorded_steps = 0
         self._settings = settings
         self._own_requests = 0
         self._requests_lock = threading.Lock()
@@ -446,6 +447,10 @@ class Engine:
         yield
         end_s = now()
         self._recorded_s[category] += end_s - start_s
+        if category == "step" and self.core is not None:
+            self._recorded_steps += 1
+            if self._recorded_steps == 2:  # a pipeline's; steps of data_parallel are counted in C++
+                self.core.end_first_steps()
         if self._traced and self.core is not None:
             self.core.log(category, name, start_s, end_s)
 

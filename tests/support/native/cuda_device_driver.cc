@@ -22,7 +22,7 @@ hvpipe::Device* hvpipe_open_device(int ordinal, int version);
 
 namespace hvpipe {
 bool kernels_missing = false;
-cudaError_t FindKernels() { return kernels_missing ? cudaErrorNoKernelImageForDevice : cudaSuccess; }
+cudaError_t LoadKernels() { return kernels_missing ? cudaErrorNoKernelImageForDevice : cudaSuccess; }
 cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>&, DType, DType, double, unsigned*, cudaStream_t) {
   return cudaSuccess;
 }
