@@ -22,6 +22,7 @@ from hvpipe.comm.flight_record import (
 )
 from hvpipe.comm.job_folder import tell_joined
 from hvpipe.comm.native import import_native
+from hvpipe.comm.rank_gpu import may_have_gpu
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.settings import settings as read_settings
 from hvpipe.comm.world import World, open_world
@@ -557,7 +558,9 @@ def _with_settings_of_rank_0(settings: Settings, world: World) -> Settings:
     """Take rank 0's value of each setting that must be the same on all ranks.
 
     mpirun does not pass HVPIPE_* to other hosts. Ranks that record different things or expect different
-    messages would wait for each other.
+    messages would wait for each other. All ranks also learn whether any of them may find a GPU: if so, they
+    meet later to choose the route of gradients (Engine.use_gpus_of_all).
     """
-    decided = {name: getattr(settings, name) for name in _RANK_0_DECIDES}
-    return replace(settings, **world.broadcast_object(decided))
+    decided = {name: getattr(settings, name) for name in _RANK_0_DECIDES} if world.rank == 0 else None
+    everyones = world.allgather_object((decided, may_have_gpu(settings)))
+    return replace(settings, **everyones[0][0], job_may_have_gpus=any(may for _, may in everyones))

@@ -38,7 +38,8 @@ from hvpipe.monitor.nvml import NvmlMissing
 NO_GPU = 77
 REPOSITORY = Path(__file__).parents[2]
 WORKER = "bench.gpu.check_worker"
-RUN_TIMEOUT_S = 150.0  # of each run; tools that slow it down need --timeout
+RUN_TIMEOUT_S = 600.0  # of each run: a new GPU may first compile kernels
+CACHE = {"CUDA_CACHE_MAXSIZE": str(4 << 30)}  # so that CUDA keeps them
 SHARES_A_GPU = 23000  # from this version of NCCL on, two ranks may share a GPU
 
 Row = dict[str, Any]
@@ -97,7 +98,10 @@ def one_rank(nccl: str, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
         try:
             subprocess.run([*compiling, f"-Wl,-rpath,{native}"], cwd=REPOSITORY, check=True)
             command = [program, f"{native}/libhvpipe_cuda.so", *([nccl] if nccl else [])]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+            env = {**CACHE, **os.environ}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False
+            )
         except (OSError, subprocess.SubprocessError) as error:
             return [{"what": "one rank, C++", "result": f"FAILED: {error}", "ok": False}]
     return driver_rows(done.stdout, done.returncode)
@@ -130,7 +134,7 @@ def run(
         command = [*under, sys.executable, "-m", "hvpipe", "run", "--no-summary", "-np", str(ranks), "-m"]
         command += [WORKER, str(rows), *(["small"] if small else [])]
         # Ranks wait for each other as long as one of them may take.
-        waits = {"HVPIPE_TIMEOUT": str(max(60.0, timeout_s / 2)), **os.environ, **settings}
+        waits = {"HVPIPE_TIMEOUT": str(max(60.0, timeout_s / 2)), **CACHE, **os.environ, **settings}
         with subprocess.Popen(command, env=waits, cwd=REPOSITORY) as launcher:
             try:
                 code = launcher.wait(timeout_s)
@@ -233,7 +237,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--small", action="store_true", help="little data, for a run under compute-sanitizer")
     parser.add_argument(
-        "--timeout", type=float, default=RUN_TIMEOUT_S, help="seconds for each run (default: 150)"
+        "--timeout", type=float, default=RUN_TIMEOUT_S, help="seconds for each run (default: 600)"
     )
     arguments = parser.parse_args()
     devices = gpus()

@@ -65,6 +65,8 @@ std::shared_ptr<Operation> GradientBuckets::MakeControl(const Plan& plan, std::i
   control->check = [this, size = route_.topology().size, total](Operation& operation) {
     const RecordExchange& exchange = agreement_.Checked(operation);
     for (int rank = 0; rank < size; ++rank) *total += exchange.of(rank).samples;
+    // All ranks begin the third step, so all have ended two.
+    if (++agreed_steps_ == 3) progress_.EndFirstSteps();
   };
   control->finished = [total, samples, begun = std::move(begun)](const Error* error) {
     begun(error, *total > 0 ? samples / *total : 0.0, *total);

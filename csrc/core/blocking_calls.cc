@@ -85,12 +85,17 @@ void BlockingCalls::CheckPeersAreHere(SharedWindow& window, const Operation& own
   const auto& theirs = window.written(above);
   const auto& mine = window.written(topology.rank);
   if (theirs.load(std::memory_order_acquire) >= mine.load(std::memory_order_relaxed)) return;
+  const std::optional<Record> record = EarlyRecord();
+  if (!record || record->sequence > own.sequence()) return;
+  throw Disagreement("Rank", topology.rank, own.what, above, record->what.data());
+}
+
+std::optional<Record> BlockingCalls::EarlyRecord() {
   std::optional<Record> record;
   progress_.WhileNobodyDrives([&] {
     if (const Record* const found = agreement_.Unanswered()) record = *found;
   });
-  if (!record || record->sequence > own.sequence()) return;
-  throw Disagreement("Rank", topology.rank, own.what, above, record->what.data());
+  return record;
 }
 
 void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,9 @@ class BlockingCalls {
   // rank order.
   std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt,
                             const Patience& patience = {});
+
+  // The record of the next rank if it has come to an exchange before this rank. Empty if that is not known.
+  std::optional<Record> EarlyRecord();
 
   // Wait for the calls that other threads began before, and keep later ones out while the result lives.
   Turns::Turn TakeTurn(const Interrupt& interrupt) { return turns_.Take(interrupt); }

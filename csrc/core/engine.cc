@@ -34,6 +34,7 @@ Engine::Engine(const Connect& connect, const EngineOptions& options)
 Progress::Options Engine::ProgressOptions() {
   Progress::Options options;
   options.timeout_s = network_.options().timeout_s;
+  options.first_steps_timeout_s = network_.options().first_steps_timeout_s;
   options.crowded = network_.crowded();
   options.nap_s = [this](int idle_passes) { return network_.NapS(idle_passes, *messenger_.awaited() > 0); };
   options.stall_s = network_.options().stall_warn_s;
@@ -67,11 +68,14 @@ void Engine::Watch(bool on) {
   watchdog_.Watch(on);
 }
 
-std::string Engine::UseDevice(const DeviceOptions& options, const Interrupt& interrupt) {
+// In one turn, so that a second caller finds the device, and no other thread's call comes between.
+Engine::DeviceUse Engine::UseDevice(const DeviceOptions& options, const Interrupt& interrupt) {
+  const Turns::Turn turn = calls_.TakeTurn(interrupt);
   if (!device_.empty())
     throw Error("use_device should be called once. Received: a second call", ErrorKind::kUsage);
-  NcclSetup setup(options, network_, calls_, messenger_, interrupt);
-  return device_.Set(setup.Run()).route;
+  NcclSetup setup(options, network_, calls_, messenger_, progress_->limit_s() / 2, interrupt);
+  if (const auto failure = setup.Open()) return {false, *failure};
+  return {true, device_.Set(setup.Connect()).route};
 }
 
 // After an error the peers may be gone. Messages that they had sent may still arrive and must find their

@@ -52,11 +52,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   DeviceCalls& device_calls() { return device_calls_; }
   DeviceMessenger& device_messages() { return device_messages_; }
 
-  // Open this rank's device. All ranks call this before any call with device memory. Returns a description of
-  // how GPU data will be sent.
-  std::string UseDevice(const DeviceOptions& options, const Interrupt& interrupt);
-  // Throws before UseDevice.
+  // Open this rank's device. All ranks call this before any call with device memory. If one of them cannot
+  // open its device, none is used, and the engine goes on without devices.
+  struct DeviceUse {
+    bool opened;
+    std::string text;  // how GPU data will be sent, or which rank could not open its device and why
+  };
+  DeviceUse UseDevice(const DeviceOptions& options, const Interrupt& interrupt);
+  // Throws unless it is open.
   RankDevice& device() const { return device_.get(); }
+
+  // Two training steps have ended, so the ranks need no longer wait for compilers.
+  void EndFirstSteps() { progress_->EndFirstSteps(); }
 
   // Fail all operations with an error: those under way and later ones.
   void Fail(const Error& error) { progress_->Fail(error); }

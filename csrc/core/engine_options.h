@@ -7,8 +7,9 @@
 namespace hvpipe {
 
 struct EngineOptions {
-  double timeout_s = 300;         // longest wait for a peer
-  double shortest_nap_s = 50e-6;  // sleep of the progress thread when nothing makes progress
+  double timeout_s = 300;            // longest wait for a peer
+  double first_steps_timeout_s = 0;  // the same until two training steps have ended, if that is longer
+  double shortest_nap_s = 50e-6;     // sleep of the progress thread when nothing makes progress
   double longest_nap_s = 1e-3;
   std::size_t segment_bytes = 60'000;   // largest ring message; jobs set it by MPI's eager limit
   int messages_in_flight = 8;           // ring messages that this rank may have under way

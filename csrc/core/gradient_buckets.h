@@ -149,6 +149,7 @@ class GradientBuckets {
   static void CheckIsOnHost(const Bucket& bucket);
   static DeviceBuffer& DeviceBufferOf(const Bucket& bucket);
 
+  int agreed_steps_ = 0;  // driving thread only
   Progress& progress_;
   Agreement& agreement_;
   AllReduceRoute& route_;

@@ -1,6 +1,7 @@
 // The progress thread and the queue of operations that it runs by priority.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -32,7 +33,8 @@ class Progress {
  public:
   struct Options {
     double timeout_s = 300;
-    double stall_s = 0;  // call `stalled` after a wait of this length; 0: never
+    double first_steps_timeout_s = 0;  // until EndFirstSteps, if that is longer
+    double stall_s = 0;                // call `stalled` after a wait of this length; 0: never
     // Sleep time in seconds after this many consecutive passes without progress.
     std::function<double(int)> nap_s = [](int) { return 50e-6; };
     bool crowded = false;  // more ranks on this host than cores
@@ -71,6 +73,13 @@ class Progress {
   void StepOnce();
   // Call `what` while no thread drives.
   void WhileNobodyDrives(const std::function<void()>& what);
+
+  // From now on only the usual limit counts. Any thread may call.
+  void EndFirstSteps() { first_steps_ = false; }
+  // How long an operation may wait without progress, in seconds.
+  double limit_s() const {
+    return first_steps_ ? std::max(options_.timeout_s, options_.first_steps_timeout_s) : options_.timeout_s;
+  }
 
   // End every operation with `error`, present and future ones.
   void Fail(const Error& error);
@@ -133,6 +142,7 @@ class Progress {
   FlightRecorder& flight_;
 
   std::atomic<bool> closed_{false};
+  std::atomic<bool> first_steps_{true};
 
   // Guards the state that callers and the driver share.
   mutable std::mutex inbox_mutex_;

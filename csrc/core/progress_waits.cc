@@ -10,7 +10,7 @@ void Progress::CheckDeadline(const Operation& operation, double waited_s) const 
   const Operation::Stage& stage = operation.stages[operation.current_];
   const double grace_s = stage.collective ? stage.collective->GraceS() : 0;
   const bool own_limit = operation.limit_s > 0;
-  const double limit_s = own_limit ? operation.limit_s : options_.timeout_s;
+  const double limit_s = own_limit ? operation.limit_s : this->limit_s();
   if (waited_s < limit_s + grace_s) return;
   std::ostringstream text;
   text << "Waited " << limit_s << " s in " << operation.what << " for ";
@@ -21,7 +21,9 @@ void Progress::CheckDeadline(const Operation& operation, double waited_s) const 
     text << "an earlier operation, which has not ended.";
   }
   text << " Raise the limit with "
-       << (own_limit ? "HVPIPE_SHUTDOWN_TIMEOUT." : "HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).")
+       << (own_limit                      ? "HVPIPE_SHUTDOWN_TIMEOUT."
+           : limit_s > options_.timeout_s ? "HVPIPE_FIRST_STEP_TIMEOUT."
+                                          : "HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).")
        << options_.report();
   throw Error(text.str(), ErrorKind::kDeadline);
 }

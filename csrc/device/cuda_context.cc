@@ -30,6 +30,7 @@ CudaContext::CudaContext(int ordinal) {
   Find(driver, "cuCtxPushCurrent_v2", push_);
   Find(driver, "cuCtxPopCurrent_v2", pop_);
   Find(driver, "cuDeviceGetUuid_v2", uuid_);
+  Find(driver, "cuMemGetAddressRange_v2", range_);
   Check(init_(0), "cuInit");
   Check(get_(&device_, ordinal), "cuDeviceGet");
   Check(retain_(&context_, device_), "cuDevicePrimaryCtxRetain");
@@ -56,6 +57,13 @@ std::string CudaContext::Uuid() const {
     text += kDigits[byte & 15];
   }
   return text;
+}
+
+std::size_t CudaContext::AllocatedBytes(const void* memory) const {
+  CUdeviceptr first = 0;
+  std::size_t bytes = 0;
+  Check(range_(&first, &bytes, reinterpret_cast<CUdeviceptr>(memory)), "cuMemGetAddressRange");
+  return bytes;
 }
 
 void CudaContext::Check(CUresult code, const char* call) const {

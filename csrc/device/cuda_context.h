@@ -27,6 +27,8 @@ class CudaContext {
 
   // 32 hexadecimal digits, unique to this GPU or this part of a GPU.
   std::string Uuid() const;
+  // The size of the allocation around this address of device memory. The context must be current.
+  std::size_t AllocatedBytes(const void* memory) const;
 
  private:
   void Check(CUresult code, const char* call) const;
@@ -38,6 +40,7 @@ class CudaContext {
   CUresult (*push_)(CUcontext) = nullptr;
   CUresult (*pop_)(CUcontext*) = nullptr;
   CUresult (*uuid_)(CUuuid*, CUdevice) = nullptr;
+  CUresult (*range_)(CUdeviceptr*, std::size_t*, CUdeviceptr) = nullptr;
   CUresult (*error_text_)(CUresult, const char**) = nullptr;
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;

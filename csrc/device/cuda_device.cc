@@ -29,10 +29,13 @@ int Count() {
   if (code == cudaSuccess) return devices;
   (void)cudaGetLastError();
   (void)cudaDriverGetVersion(&driver);
-  throw Error("A CUDA device should be usable: " + std::string(cudaGetErrorString(code)) +
-                  ". Received: " + (driver == 0 ? "no driver" : "a driver for CUDA " + Version(driver)) +
-                  "; hvpipe was built with CUDA " + Version(CUDART_VERSION),
-              ErrorKind::kUsage);
+  throw Error(
+      "A CUDA device should be usable: " + std::string(cudaGetErrorString(code)) +
+          ". Received: " + (driver == 0 ? "no driver" : "a driver for CUDA " + Version(driver)) +
+          "; hvpipe was built with CUDA " + Version(CUDART_VERSION) +
+          ", and a build runs with drivers for that CUDA or a later one: update the driver, or install "
+          "hvpipe again with an older nvcc first on PATH",
+      ErrorKind::kUsage);
 }
 
 class CudaDevice : public Device {
@@ -74,6 +77,10 @@ class CudaDevice : public Device {
     MemorySize memory{};
     HVPIPE_CUDA(cudaMemGetInfo(&memory.free, &memory.total));
     return memory;
+  }
+  std::size_t AllocatedBytes(const void* memory) override {
+    const CurrentDevice current(*this);
+    return context_.AllocatedBytes(memory);
   }
   void* Allocate(std::size_t bytes) override {
     const CurrentDevice current(*this);
@@ -191,7 +198,7 @@ class CudaDevice : public Device {
   // Checked here, because at the first pack the other ranks would already wait for this one.
   void CheckKernels(const cudaDeviceProp& properties) {
     const CurrentDevice current(*this);
-    const cudaError_t code = FindKernels();
+    const cudaError_t code = LoadKernels();
     if (code == cudaSuccess) return;
     (void)cudaGetLastError();
     const std::string major = std::to_string(properties.major), minor = std::to_string(properties.minor);

@@ -43,6 +43,8 @@ class Device {
     std::size_t free, total;
   };
   virtual MemorySize FreeMemory() = 0;
+  // What the allocation that begins at this address takes. It may be more than was asked for.
+  virtual std::size_t AllocatedBytes(const void* memory) = 0;
   // Memory filled with zeros; null if there is too little.
   virtual void* Allocate(std::size_t bytes) = 0;
   virtual void Free(void* memory) noexcept = 0;
@@ -84,7 +86,7 @@ class CurrentDevice {
 
 // A device library exports two functions: the number of devices that this process sees, and one to open a
 // device. `version` detects a library of another build.
-constexpr int kDeviceInterface = 3;
+constexpr int kDeviceInterface = 4;
 constexpr const char* kCountDevices = "hvpipe_count_devices";
 constexpr const char* kOpenDevice = "hvpipe_open_device";
 using CountDevicesFunction = int (*)();

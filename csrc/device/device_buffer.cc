@@ -40,11 +40,19 @@ std::size_t SharesOf(const RankDevice& device) {
   return device.ranks != nullptr ? static_cast<std::size_t>(device.ranks->size()) : 1;
 }
 
+// Rounds up so that all shares are equal. If there are several, each begins at a multiple of 16 bytes, where
+// NCCL reads and writes 16 bytes at a time.
+std::size_t WholeShares(std::size_t count, std::size_t shares, DType dtype) {
+  constexpr std::size_t kWideBytes = 16;
+  const std::size_t unit = shares == 1 ? 1 : shares * kWideBytes / SizeOf(dtype);
+  return (count + unit - 1) / unit * unit;
+}
+
 }  // namespace
 
 DeviceBuffer::DeviceBuffer(RankDevice& rank_device, std::size_t count, DType dtype)
     : device_(rank_device),
-      count_((count + SharesOf(rank_device) - 1) / SharesOf(rank_device) * SharesOf(rank_device)),
+      count_(WholeShares(count, SharesOf(rank_device), dtype)),
       bytes_(
           std::max<std::size_t>(count_ * SizeOf(dtype), kAlignment)),  // an empty buffer needs an address too
       nccl_memory_(rank_device.nccl_memory && bytes_ >= kLeastNcclBytes) {

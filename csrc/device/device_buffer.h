@@ -19,7 +19,7 @@ class DeviceBuffer {
   DeviceBuffer(RankDevice& device, std::size_t count, DType dtype);
 
   RankDevice& rank_device() const { return device_; }
-  // Elements: the count asked for, plus zeros that make the shares of all NCCL ranks equal.
+  // Elements: the count asked for, plus zeros that make the shares of all NCCL ranks equal and aligned.
   std::size_t count() const { return count_; }
   void* data() const { return data_.get(); }
   void* host() const { return host_.get(); }

@@ -95,9 +95,10 @@ std::shared_ptr<void> MemoryPool::Take(std::size_t bytes) {
   try {
     return lend(rounded, allocate_(rounded));
   } catch (const Error&) {
+    decltype(free_->by_bytes) given_back;  // ends without the lock, because freeing waits for the device
     const std::lock_guard<std::mutex> lock(free_->mutex);
     if (free_->by_bytes.empty()) throw;
-    free_->by_bytes.clear();
+    given_back.swap(free_->by_bytes);
   }
   return lend(rounded, allocate_(rounded));
 }

@@ -30,24 +30,49 @@ cudaError_t LaunchTables(const std::vector<Device::Piece>& pieces, DType from, D
   return outcome;
 }
 
-}  // namespace
-
-cudaError_t FindKernels() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, ScaleAndCastKernel<float, float, kFewPieces>);
+// CUDA loads a kernel when its attributes are asked for.
+template <int kCapacity>
+cudaError_t LoadTables() {
+  cudaError_t outcome = cudaSuccess;
+  const auto load = [&](DType from, DType to) {
+    WithTypes(from, to, [&](auto source, auto target) {
+      cudaFuncAttributes attributes;
+      if (outcome != cudaSuccess) return;
+      outcome = cudaFuncGetAttributes(&attributes,
+                                      ScaleAndCastKernel<decltype(source), decltype(target), kCapacity>);
+    });
+  };
+  load(DType::kFloat64, DType::kFloat64);
+  for (const DType from : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    for (const DType to : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) load(from, to);
+  }
+  return outcome;
 }
 
-cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
-                               unsigned* not_finite, cudaStream_t stream) {
+// Whether launches may have long tables. Drivers of CUDA 12.0 run this code too, but accept only short ones.
+bool TakesMany() {
 #if CUDART_VERSION >= 12010
-  // Drivers of CUDA 12.0 run this code too, but accept only short tables.
   static const bool takes_many = [] {
     int driver = 0;
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12010;
   }();
-  if (takes_many && pieces.size() > kFewPieces)
-    return LaunchTables<kManyPieces>(pieces, from, to, scale, not_finite, stream);
+  return takes_many;
+#else
+  return false;
 #endif
+}
+
+}  // namespace
+
+cudaError_t LoadKernels() {
+  const cudaError_t outcome = LoadTables<kFewPieces>();
+  return outcome == cudaSuccess && TakesMany() ? LoadTables<kManyPieces>() : outcome;
+}
+
+cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
+                               unsigned* not_finite, cudaStream_t stream) {
+  if (TakesMany() && pieces.size() > kFewPieces)
+    return LaunchTables<kManyPieces>(pieces, from, to, scale, not_finite, stream);
   return LaunchTables<kFewPieces>(pieces, from, to, scale, not_finite, stream);
 }
 

@@ -9,8 +9,9 @@
 
 namespace hvpipe {
 
-// Success if the kernels were compiled for the current device, else an error.
-cudaError_t FindKernels();
+// Load all kernels, so that no launch waits for that. An error if they were not compiled for the current
+// device.
+cudaError_t LoadKernels();
 
 // Stops at the first launch that fails; earlier launches still run.
 cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,

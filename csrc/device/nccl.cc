@@ -161,8 +161,13 @@ bool NcclCommunicator::Ready() {
 
 void NcclCommunicator::WaitUntilReady(double timeout_s, const std::string& what,
                                       const std::function<void()>& interrupt) {
+  WaitUntil([] { return true; }, timeout_s, what, interrupt);
+}
+
+void NcclCommunicator::WaitUntil(const std::function<bool()>& done, double timeout_s, const std::string& what,
+                                 const std::function<void()>& interrupt) {
   const double end_s = Now() + timeout_s;
-  while (!Ready()) {
+  while (!Ready() || !done()) {
     if (Now() > end_s) {
       Abort();
       throw Error("Waited " + std::to_string(timeout_s) + " s for NCCL: " + what + ", rank " +

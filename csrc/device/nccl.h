@@ -123,6 +123,9 @@ class NcclCommunicator {
   bool Ready();
   // Wait until ready. Aborts and throws after `timeout_s` seconds. `interrupt` may throw.
   void WaitUntilReady(double timeout_s, const std::string& what, const std::function<void()>& interrupt);
+  // The same, and until `done`.
+  void WaitUntil(const std::function<bool()>& done, double timeout_s, const std::string& what,
+                 const std::function<void()>& interrupt);
 
   // out = sum of in over the ranks, `count` elements. in may be out.
   void AllReduce(const void* in, void* out, std::size_t count, DType dtype, nccl::Stream stream);

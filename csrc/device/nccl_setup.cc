@@ -12,9 +12,16 @@
 #include <utility>
 
 #include "core/aligned_buffer.h"
+#include "device/device_buffer.h"
 
 namespace hvpipe {
 namespace {
+
+const char* const kStart = "start of NCCL";
+const char* const kFirstSums = "first sums of NCCL";
+
+// NCCL chooses its algorithm by size, and allocates for each when it first uses it.
+constexpr std::size_t kSmallBytes = 1 << 10, kLargeBytes = 16 << 20;
 
 // What a rank tells the others before NCCL connects them.
 struct NcclOffer {
@@ -23,10 +30,15 @@ struct NcclOffer {
   int first_on_host;
 };
 
-// The address of an NCCL communicator, from the rank that creates it.
-struct NcclAddress {
-  nccl::UniqueId id;
-  int failed;
+// Why an attempt failed on a rank, with its host.
+using Reason = std::array<char, 1024>;
+
+// What a rank tells the others after an attempt.
+constexpr double kDone = 0, kFailed = 1, kGaveUp = 2;  // gave up: because another rank has failed
+
+class GaveUp : public Error {
+ public:
+  GaveUp() : Error("Another rank could not do it.", ErrorKind::kPeer) {}
 };
 
 // What a rank tells the others about its device.
@@ -56,17 +68,23 @@ std::vector<int> RailOf(const std::vector<NcclOffer>& all, std::size_t local_ran
   return rail;
 }
 
+// The place ends with a zero.
+template <typename Place>
+void Write(const std::string& text, Place& place) {
+  std::copy_n(text.begin(), std::min(text.size(), place.size() - 1), place.begin());
+}
+
+std::string HostName() {
+  std::array<char, 128> name{};
+  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown host";
+}
+
 DeviceOwner OwnerOf(const Device& device, int first_on_host) {
-  const auto write = [](const std::string& text, auto& place) {
-    std::copy_n(text.begin(), std::min(text.size(), place.size() - 1), place.begin());
-  };
-  std::array<char, 128> host_name{};
-  if (gethostname(host_name.data(), host_name.size() - 1) != 0) host_name[0] = '\0';
   const Device::Identity identity = device.Identify();
   DeviceOwner owner;
-  write(identity.device, owner.device);
-  write(identity.board, owner.board);
-  write(std::string(host_name.data()) + ": " + device.Name(), owner.name);
+  Write(identity.device, owner.device);
+  Write(identity.board, owner.board);
+  Write(HostName() + ": " + device.Name(), owner.name);
   owner.first_on_host = first_on_host;
   return owner;
 }
@@ -74,17 +92,62 @@ DeviceOwner OwnerOf(const Device& device, int first_on_host) {
 }  // namespace
 
 NcclSetup::NcclSetup(const DeviceOptions& options, const Network& network, BlockingCalls& calls,
-                     Messenger& messenger, const Interrupt& interrupt)
+                     Messenger& messenger, double timeout_s, const Interrupt& interrupt)
     : options_(options),
       network_(network),
       topology_(network.topology()),
-      timeout_s_(network.options().timeout_s),
+      timeout_s_(timeout_s),
       calls_(calls),
       messenger_(messenger),
       interrupt_(interrupt) {}
 
-std::unique_ptr<RankDevice> NcclSetup::Run() {
-  device_ = std::make_unique<RankDevice>(options_);
+std::optional<std::string> NcclSetup::Together(const std::string& what,
+                                               const std::function<void()>& attempt) {
+  double mine = kDone;
+  own_.reset();
+  try {
+    attempt();
+  } catch (const GaveUp&) {
+    mine = kGaveUp;
+  } catch (const Error& error) {
+    own_ = error;
+    mine = kFailed;
+  } catch (const std::bad_alloc& error) {
+    own_ = ErrorOf(error);
+    mine = kFailed;
+  }
+  const std::vector<double> all = calls_.Agree(what, mine, interrupt_);
+  if (std::all_of(all.begin(), all.end(), [](double each) { return each == kDone; })) return std::nullopt;
+  const auto first = std::find(all.begin(), all.end(), kFailed);
+  if (first == all.end()) throw Error("internal: ranks gave up, but none has failed");
+  Reason reason{};
+  if (own_) Write(HostName() + ": " + own_->what(), reason);
+  std::vector<Reason> reasons(all.size());
+  calls_.AllGather(&reason, reasons.data(), sizeof reason, what + ": what failed", interrupt_);
+  const auto rank = static_cast<std::size_t>(first - all.begin());
+  const auto failed = std::count(all.begin(), all.end(), kFailed);
+  std::string text = "rank " + std::to_string(rank) + " on " + reasons[rank].data();
+  if (failed > 1)
+    text += " (" + std::to_string(failed) + " of " + std::to_string(all.size()) + " ranks failed)";
+  return text;
+}
+
+// A rank that has failed goes on to tell so, and the rank below it gets its record early.
+void NcclSetup::CheckOthers(const std::string& what) {
+  const std::optional<Record> record = calls_.EarlyRecord();
+  if (record && record->signature == Hash(what) && record->samples != kDone) throw GaveUp();
+}
+
+std::optional<std::string> NcclSetup::Open() {
+  auto failure = Together("opening of GPUs", [this] {
+    if (!options_.refusal.empty()) throw Error(options_.refusal, ErrorKind::kUsage);
+    device_ = std::make_unique<RankDevice>(options_);
+  });
+  if (failure) device_.reset();
+  return failure;
+}
+
+std::unique_ptr<RankDevice> NcclSetup::Connect() {
   device_->route = topology_.size == 1 ? "one rank" : "through the host: no NCCL was named";
   if (topology_.size > 1 && network_.messages() == nullptr) {
     device_->route = "through the host: NCCL needs MPI";
@@ -100,43 +163,37 @@ std::unique_ptr<RankDevice> NcclSetup::Run() {
   return std::move(device_);
 }
 
+void NcclSetup::GoThroughHost(const std::string& why) {
+  if (options_.nccl_required) throw Error("NCCL should serve all ranks. Received: " + why, ErrorKind::kUsage);
+  device_->route = "through the host: " + why;
+}
+
 Transport& NcclSetup::AddTransport(const std::vector<int>& ranks) {
   return *network_.TransportOf(messenger_.AddGroup(ranks, interrupt_));
 }
 
 // Connects all ranks or none. A rank throws only after every rank has heard whether NCCL can be used.
 void NcclSetup::ConnectByNccl() {
-  NcclOffer mine{0, options_.span, topology_.first_on_host};
-  std::string why;
-  try {
-    device_->library = std::make_unique<NcclLibrary>(options_.nccl);
-    mine.version = device_->library->version();
-  } catch (const Error& error) {
-    why = error.what();
-  }
+  const auto failure =
+      Together("choice of NCCL", [this] { device_->library = std::make_unique<NcclLibrary>(options_.nccl); });
+  if (failure) return GoThroughHost(*failure);
+  const NcclOffer mine{device_->library->version(), options_.span, topology_.first_on_host};
   std::vector<NcclOffer> all(static_cast<std::size_t>(topology_.size));
-  calls_.AllGather(&mine, all.data(), sizeof mine, "choice of NCCL", interrupt_);
+  calls_.AllGather(&mine, all.data(), sizeof mine, "versions of NCCL", interrupt_);
   const bool same = std::all_of(all.begin(), all.end(), [&](const NcclOffer& other) {
     return other.version == mine.version && other.span == mine.span;
   });
-  if (why.empty() && !same) {
-    why = "the ranks have different versions of NCCL or another HVPIPE_NCCL_SPAN, or some have no NCCL";
-  }
-  if (why.empty() && !options_.may_share && !HaveOwnBoards()) {
-    why = "NCCL does not join parts of one GPU (MIG)";
-  }
-  if (!why.empty()) {
-    if (options_.nccl_required)
-      throw Error("NCCL should serve all ranks. Received: " + why, ErrorKind::kUsage);
-    device_->route = "through the host: " + why;
-    return;
+  if (!same) return GoThroughHost("the ranks have different versions of NCCL or another HVPIPE_NCCL_SPAN");
+  if (!options_.may_share && !HaveOwnBoards()) {
+    return GoThroughHost("NCCL does not join parts of one GPU (MIG)");
   }
   if (options_.span == NcclSpan::kHost && topology_.hosts > 1) {
     ConnectInsideHosts(RailOf(all, static_cast<std::size_t>(topology_.local_rank),
                               static_cast<std::size_t>(topology_.local_size)));
   } else {
-    MakeCommunicator({topology_.rank, topology_.size, 0});
-    device_->route = "by NCCL " + device_->library->VersionText();
+    if (MakeCommunicator({topology_.rank, topology_.size, 0})) {
+      device_->route = "by NCCL " + device_->library->VersionText();
+    }
   }
 }
 
@@ -176,8 +233,7 @@ void NcclSetup::ConnectInsideHosts(const std::vector<int>& rail) {
   } else if (topology_.local_size == 1) {
     device_->route =
         "through the host: NCCL is to stay inside hosts (HVPIPE_NCCL_SPAN=host), and each has one rank";
-  } else {
-    MakeCommunicator({topology_.local_rank, topology_.local_size, topology_.first_on_host});
+  } else if (MakeCommunicator({topology_.local_rank, topology_.local_size, topology_.first_on_host})) {
     device_->rail = &AddTransport(rail);
     device_->route =
         "by NCCL " + device_->library->VersionText() + " inside hosts, through the host and MPI between them";
@@ -185,36 +241,80 @@ void NcclSetup::ConnectInsideHosts(const std::vector<int>& rail) {
 }
 
 // All ranks call this, whichever communicator each of them will be in.
-void NcclSetup::MakeCommunicator(const NcclPlace& place) {
-  NcclAddress mine{};
-  std::optional<Error> error;
-  try {
+bool NcclSetup::MakeCommunicator(const NcclPlace& place) {
+  nccl::UniqueId mine{};
+  std::vector<nccl::UniqueId> all(static_cast<std::size_t>(topology_.size));
+  auto failure = Together("NCCL's addresses", [&] {
     const CurrentDevice current(*device_->device);
-    if (topology_.rank == place.first) mine.id = device_->library->NewId();
-  } catch (const Error& failed) {
-    error = failed;
-    mine.failed = 1;
+    if (topology_.rank == place.first) mine = device_->library->NewId();
+  });
+  if (!failure) {
+    calls_.AllGather(&mine, all.data(), sizeof mine, "NCCL's addresses", interrupt_);
+    failure = Together(kStart, [&] { Join(place, all[static_cast<std::size_t>(place.first)]); });
   }
-  std::vector<NcclAddress> all(static_cast<std::size_t>(topology_.size));
-  calls_.AllGather(&mine, all.data(), sizeof mine, "NCCL's addresses", interrupt_);
-  if (error) throw *error;
-  const auto failed =
-      std::find_if(all.begin(), all.end(), [](const NcclAddress& of) { return of.failed != 0; });
-  if (failed != all.end()) {
-    throw Error("NCCL did not start on rank " + std::to_string(failed - all.begin()) +
-                    ". See the error of that rank.",
-                ErrorKind::kPeer);
+  if (!failure) {
+    AgreeOnNcclMemory();
+    failure = Together(kFirstSums, [&] {
+      WarmUp(kSmallBytes, place.size < topology_.size);
+      WarmUp(kLargeBytes, place.size < topology_.size);
+    });
   }
+  if (!failure) return true;
+  device_->ranks.reset();  // aborts
+  device_->nccl_memory = false;
+  const std::string why = "NCCL did not start on " + *failure;
+  if (options_.nccl_required) throw own_ ? *own_ : Error(why, ErrorKind::kPeer);
+  GoThroughHost(why);
+  return false;
+}
+
+void NcclSetup::Join(const NcclPlace& place, const nccl::UniqueId& id) {
   const CurrentDevice current(*device_->device);
   device_->ranks =
-      std::make_unique<NcclCommunicator>(*device_->library, device_->device, place.rank, place.size,
-                                         all[static_cast<std::size_t>(place.first)].id);
-  device_->ranks->WaitUntilReady(timeout_s_, "joining " + std::to_string(place.size) + " ranks", interrupt_);
-  AgreeOnNcclMemory();
+      std::make_unique<NcclCommunicator>(*device_->library, device_->device, place.rank, place.size, id);
+  device_->ranks->WaitUntilReady(timeout_s_, "joining " + std::to_string(place.size) + " ranks",
+                                 [this] { Interrupted(kStart); });
+}
+
+// Call each collective that buckets and blocking calls will use. Later TensorFlow may hold all memory, which
+// NCCL needs for its first collectives.
+void NcclSetup::WarmUp(std::size_t bytes, bool inside_hosts) {
+  NcclCommunicator& ranks = *device_->ranks;
+  const CurrentDevice current(*device_->device);
+  const auto shares = static_cast<std::size_t>(ranks.size());
+  const std::size_t count = (bytes / sizeof(float) + shares - 1) / shares * shares;
+  auto buffer = std::make_unique<DeviceBuffer>(*device_, count, DType::kFloat32);
+  void* const data = buffer->data();
+  const auto run = [&](const std::function<void(Device::Stream)>& call) {
+    call(device_->stream.get());
+    ranks.WaitUntilReady(timeout_s_, kFirstSums, [this] { Interrupted(kFirstSums); });
+    device_->device->Record(buffer->moved(), device_->stream.get());
+    const auto arrived = [&] { return device_->device->Reached(buffer->moved()); };
+    ranks.WaitUntil(arrived, timeout_s_, kFirstSums, [this] { Interrupted(kFirstSums); });
+  };
+  try {
+    buffer->Register();
+    run([&](Device::Stream on) { ranks.ReduceScatter(data, count, DType::kFloat32, on); });
+    run([&](Device::Stream on) { ranks.AllGather(data, count, DType::kFloat32, on); });
+    if (!inside_hosts) {
+      run([&](Device::Stream on) { ranks.AllReduce(data, data, count, DType::kFloat32, on); });
+      run([&](Device::Stream on) { ranks.Broadcast(data, count * sizeof(float), 0, on); });
+    }
+    buffer->Deregister();
+  } catch (...) {
+    (void)buffer.release();  // the device may still use it
+    throw;
+  }
+}
+
+void NcclSetup::Interrupted(const char* what) {
+  interrupt_();
+  CheckOthers(what);
 }
 
 // All ranks must register a buffer or none, so each rank first tries whether it can.
 void NcclSetup::AgreeOnNcclMemory() {
+  const CurrentDevice current(*device_->device);
   const char able = CanRegisterMemory() ? 1 : 0;
   std::vector<char> all(static_cast<std::size_t>(topology_.size));
   calls_.AllGather(&able, all.data(), sizeof able, "choice of memory", interrupt_);
@@ -228,9 +328,8 @@ bool NcclSetup::CanRegisterMemory() {
   bool able = false;
   void* memory = nullptr;
   try {
-    const std::size_t free_before = device_->device->FreeMemory().free;
     memory = library.Allocate(kAlignment);
-    const bool small = free_before <= device_->device->FreeMemory().free + kLargestUnitBytes;
+    const bool small = device_->device->AllocatedBytes(memory) <= kLargestUnitBytes;
     if (void* const registration = small ? device_->ranks->Register(memory, kAlignment) : nullptr) {
       void* const registered = std::exchange(memory, nullptr);  // not freed if Deregister throws
       device_->ranks->Deregister(registration);

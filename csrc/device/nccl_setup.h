@@ -3,6 +3,8 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "core/blocking_calls.h"
@@ -18,11 +20,16 @@ namespace hvpipe {
 // Threads: made and used by one caller of UseDevice.
 class NcclSetup {
  public:
+  // `timeout_s`: how long a rank may wait for NCCL. Shorter than the engine's limit: ranks whose NCCL has
+  // failed wait that long for the others.
   NcclSetup(const DeviceOptions& options, const Network& network, BlockingCalls& calls, Messenger& messenger,
-            const Interrupt& interrupt);
+            double timeout_s, const Interrupt& interrupt);
 
-  // The device, ready for collectives and messages. Call once.
-  std::unique_ptr<RankDevice> Run();
+  // Open the device on all ranks, or on none. If one cannot, returns which one and why; the engine can then
+  // go on without devices.
+  std::optional<std::string> Open();
+  // Connect the devices. Returns this rank's, ready for collectives and messages.
+  std::unique_ptr<RankDevice> Connect();
 
  private:
   // This rank's place in an NCCL communicator, and the rank that creates its address.
@@ -31,11 +38,22 @@ class NcclSetup {
     int first;
   };
 
+  // Try something on this rank, and hear how it went on all ranks. Returns why it failed on the first rank
+  // where it did, the same on all ranks: "rank 1 on HOST: why". Sets own_.
+  std::optional<std::string> Together(const std::string& what, const std::function<void()>& attempt);
+  // Throw if a rank above this one has failed in `what`, which this rank is still trying.
+  void CheckOthers(const std::string& what);
   void ConnectByNccl();
-  std::string WhyNotNccl();
   bool HaveOwnBoards();
   void ConnectInsideHosts(const std::vector<int>& rail);
-  void MakeCommunicator(const NcclPlace& place);
+  // Returns whether it could be made; otherwise data goes through the host.
+  bool MakeCommunicator(const NcclPlace& place);
+  void Join(const NcclPlace& place, const nccl::UniqueId& id);
+  // `inside_hosts`: the communicator is for scattering and gathering inside a host.
+  void WarmUp(std::size_t bytes, bool inside_hosts);
+  // Throw if the user or another rank's failure ends a wait for NCCL in `what`.
+  void Interrupted(const char* what);
+  void GoThroughHost(const std::string& why);
   void AgreeOnNcclMemory();
   bool CanRegisterMemory();
   Transport& AddTransport(const std::vector<int>& ranks);
@@ -47,6 +65,7 @@ class NcclSetup {
   BlockingCalls& calls_;
   Messenger& messenger_;
   const Interrupt& interrupt_;
+  std::optional<Error> own_;  // of the last attempt, if it failed on this rank
   std::unique_ptr<RankDevice> device_;
 };
 

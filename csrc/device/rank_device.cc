@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "collectives/control.h"
+#include "core/event_log.h"
 
 namespace hvpipe {
 
@@ -66,7 +67,9 @@ void RankDevice::Abort() {
 
 bool RankDevice::Aborted(double patience_s) const {
   const auto all = Communicators();
-  return std::all_of(all.begin(), all.end(), [&](const auto* each) { return each->Aborted(patience_s); });
+  const double end_s = Now() + patience_s;  // of all of them together
+  return std::all_of(all.begin(), all.end(),
+                     [&](const auto* each) { return each->Aborted(std::max(0.0, end_s - Now())); });
 }
 
 bool RankDevice::Close(double patience_s) {

@@ -24,6 +24,7 @@ struct DeviceOptions {
   int ordinal = 0;             // among the devices that this process sees
   std::string nccl;            // path of the NCCL library; empty: data goes through host memory
   bool nccl_required = false;  // throw if NCCL cannot be used, instead of going through host memory
+  std::string refusal;         // why this rank has no device; empty: it tries to open one
   bool may_share = false;      // NCCL is set up to let several ranks use one device
   NcclSpan span = NcclSpan::kWorld;
 };

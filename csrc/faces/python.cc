@@ -46,12 +46,13 @@ void Waiter::Wait() {
 namespace {
 
 // MPI connects the ranks.
-std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::size_t segment_bytes,
-                                   int messages_in_flight, std::size_t slot_bytes, bool shared_memory,
-                                   int ranks_per_host, bool trace, double stall_warn_s,
+std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, double first_step_timeout_s,
+                                   std::size_t segment_bytes, int messages_in_flight, std::size_t slot_bytes,
+                                   bool shared_memory, int ranks_per_host, bool trace, double stall_warn_s,
                                    const std::string& flight_path) {
   EngineOptions options;
   options.timeout_s = timeout_s;
+  options.first_steps_timeout_s = first_step_timeout_s;
   // Any eager limit is possible, but counts of MPI are ints.
   options.segment_bytes = std::clamp<std::size_t>(segment_bytes, 64, std::size_t{1} << 30);
   options.messages_in_flight = messages_in_flight;
@@ -67,8 +68,9 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::si
 
 // The calls of another library connect the ranks.
 std::shared_ptr<Engine> MakeEngineOverCalls(const std::shared_ptr<named::CallService>& service,
-                                            int first_on_host, int hosts, double timeout_s, bool trace,
-                                            double stall_warn_s, const std::string& flight_path) {
+                                            int first_on_host, int hosts, double timeout_s,
+                                            double first_step_timeout_s, bool trace, double stall_warn_s,
+                                            const std::string& flight_path) {
   Topology topology;
   topology.rank = service->rank();
   topology.size = service->size();
@@ -78,6 +80,7 @@ std::shared_ptr<Engine> MakeEngineOverCalls(const std::shared_ptr<named::CallSer
   topology.hosts = hosts;
   EngineOptions options;
   options.timeout_s = timeout_s;
+  options.first_steps_timeout_s = first_step_timeout_s;
   options.trace = trace;
   options.stall_warn_s = stall_warn_s;
   options.flight_path = flight_path;
@@ -139,12 +142,14 @@ void BindEngine(EngineClass& engine) {
   topology("hosts", &Topology::hosts);
   engine
       .def_static("create", &MakeEngine, nb::arg("fortran_handle"), nb::kw_only(), nb::arg("timeout_s"),
-                  nb::arg("segment_bytes"), nb::arg("messages_in_flight"), nb::arg("slot_bytes"),
-                  nb::arg("shared_memory"), nb::arg("ranks_per_host"), nb::arg("trace"),
-                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "")
+                  nb::arg("first_step_timeout_s") = 0.0, nb::arg("segment_bytes"),
+                  nb::arg("messages_in_flight"), nb::arg("slot_bytes"), nb::arg("shared_memory"),
+                  nb::arg("ranks_per_host"), nb::arg("trace"), nb::arg("stall_warn_s") = 0.0,
+                  nb::arg("flight_path") = "")
       .def_static("create_over_calls", &MakeEngineOverCalls, nb::arg("service"), nb::kw_only(),
-                  nb::arg("first_on_host"), nb::arg("hosts"), nb::arg("timeout_s"), nb::arg("trace"),
-                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "")
+                  nb::arg("first_on_host"), nb::arg("hosts"), nb::arg("timeout_s"),
+                  nb::arg("first_step_timeout_s") = 0.0, nb::arg("trace"), nb::arg("stall_warn_s") = 0.0,
+                  nb::arg("flight_path") = "")
       .def(
           "fail",
           [](Engine& self, const std::string& message) {
@@ -172,6 +177,7 @@ void BindEngine(EngineClass& engine) {
       .def("stop", &Engine::Stop, nb::call_guard<nb::gil_scoped_release>())
       .def("set_requests", [](Engine& self, std::uint64_t bits) { self.agreement().SetRequests(bits); })
       .def("requests", [](Engine& self) { return self.agreement().requests(); })
+      .def("end_first_steps", &Engine::EndFirstSteps)
       .def("counters", &CountersOf)
       .def("take_events", &TakeEvents)
       .def(

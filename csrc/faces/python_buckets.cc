@@ -20,6 +20,7 @@ int AddPlan(Engine& engine, const std::string& name, std::uint64_t signature,
     layouts.back().row = row;
   }
   const auto memory = on_device ? Memory::kDevice : Memory::kHost;
+  const nb::gil_scoped_release release;  // allocating waits for the device
   return engine.buckets().AddPlan(name, signature, std::move(layouts), memory);
 }
 

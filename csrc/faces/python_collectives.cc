@@ -59,14 +59,17 @@ void AllReduceInPlace(Engine& engine, const nb::object& array, const std::string
       array);
 }
 
-std::string UseDevice(Engine& engine, const std::string& library, int ordinal, const std::string& nccl,
-                      bool nccl_required, bool may_share, const std::string& nccl_span) {
+std::pair<bool, std::string> UseDevice(Engine& engine, const std::string& library, int ordinal,
+                                       const std::string& nccl, bool nccl_required, bool may_share,
+                                       const std::string& nccl_span, const std::string& refusal) {
   if (nccl_span != "world" && nccl_span != "host") {
     throw Error("nccl_span should be world or host. Received: nccl_span=" + nccl_span, ErrorKind::kUsage);
   }
   const auto span = nccl_span == "host" ? NcclSpan::kHost : NcclSpan::kWorld;
   const nb::gil_scoped_release release;
-  return engine.UseDevice({library, ordinal, nccl, nccl_required, may_share, span}, CheckSignals);
+  const auto [opened, text] =
+      engine.UseDevice({library, ordinal, nccl, nccl_required, refusal, may_share, span}, CheckSignals);
+  return {opened, text};
 }
 
 void AllReduceDevice(Engine& engine, Address in, Address out, std::size_t bytes,
@@ -135,7 +138,7 @@ void BindCollectives(EngineClass& engine) {
       .def("agree_patiently", &AgreePatiently, nb::arg("what"), nb::arg("limit_s"), nb::arg("late_s"),
            nb::arg("late"))
       .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
-           nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"))
+           nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"), nb::arg("refusal"))
       .def_prop_ro("nccl_connects_all", [](const Engine& self) { return self.device().nccl_connects_all(); })
       .def("all_reduce_device", &AllReduceDevice, nb::arg("address"), nb::arg("out"), nb::arg("bytes"),
            nb::arg("dtype"), nb::arg("scale"), nb::arg("what"), nb::arg("stream"))

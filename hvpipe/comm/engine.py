@@ -19,7 +19,7 @@ from hvpipe.comm.device_array import (
 )
 from hvpipe.comm.host_array import as_bytes, as_plain_dtype, check_output, host_array, reducible_dtype
 from hvpipe.comm.native import import_native
-from hvpipe.comm.rank_gpu import has_gpu_library, open_gpu, warn_of_missing_gpu_library
+from hvpipe.comm.rank_gpu import open_gpu, open_gpus_of_all
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError
@@ -75,11 +75,13 @@ class Engine:
         self.world = world
         self._traced = settings.trace_path is not None
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
+        self._recorded_steps = 0
         self._settings = settings
         self._own_requests = 0
         self._requests_lock = threading.Lock()
+        self._gpu_lock = threading.Lock()
         self._gpu_route: str | None = None
-        self._warned_of_library = False
+        self._all_on_gpus: bool | None = None
         self.core: Any = world.make_engine(settings)
         self._plans: list[tuple[Any, ...] | None] = []  # by number; None: removed
 
@@ -179,33 +181,40 @@ class Engine:
             The route of data on GPUs, for people; if it is not NCCL, with the reason.
         """
         core = self._core_for("A GPU")
-        if self._gpu_route is None:
-            self._gpu_route = open_gpu(core, self._settings, ordinal)
-        return self._gpu_route
+        with self._gpu_lock:
+            if self._gpu_route is None:
+                opened, text = open_gpu(core, self._settings, ordinal)
+                if not opened:
+                    raise HvpipeError(f"Every rank should open its GPU. Received: {text}")
+                self._gpu_route = text
+            return self._gpu_route
 
     @property
     def nccl_connects_all(self) -> bool:
         """Whether data on GPUs goes by NCCL between all ranks, also between hosts; after `use_device`."""
         return bool(self._core_for("NCCL").nccl_connects_all)
 
-    @property
-    def serves_gpus(self) -> bool:
-        """Whether this rank has a C++ engine with its GPU library."""
-        return self.core is not None and has_gpu_library(self._settings)
+    def use_gpus_of_all(self, ordinal: int | None) -> bool:
+        """Tell whether the gradients of all ranks are reduced in the memory of their GPUs.
 
-    def use_device_if_built(self, ordinal: int) -> bool:
-        """Call `use_device` if hvpipe was built with its GPU library; otherwise log that and return False.
+        The first call opens them, if every rank can open its own. Otherwise rank 0 warns, and the callers
+        pass gradients in host memory. The first call is collective in jobs where any rank may have a GPU.
 
-        Then nothing can reduce a GPU's memory, so the caller must pass gradients in host memory.
+        Args:
+            ordinal: As for `use_device`, of the GPU with this rank's gradients; None if host memory has them.
+
+        Raises:
+            HvpipeError: If HVPIPE_NCCL_LIBRARY names an NCCL that not all ranks can use.
         """
         core = self._core_for("A GPU")
-        if self.serves_gpus:
-            self.use_device(ordinal)
-            return True
-        if core.local_rank == 0 and not self._warned_of_library:
-            warn_of_missing_gpu_library()
-        self._warned_of_library = True
-        return False
+        with self._gpu_lock:
+            if self._all_on_gpus is None:
+                route = None
+                if self._settings.job_may_have_gpus:
+                    route = open_gpus_of_all(core, self._settings, ordinal, self._gpu_route)
+                self._all_on_gpus = route is not None
+                self._gpu_route = self._gpu_route or route
+            return self._all_on_gpus
 
     def submit_on_device(self, plan: int, bucket: int, tensors: Sequence[Any], scale: float) -> None:
         """Pack a bucket's device arrays, times `scale`, and let its all-reduce start. Does not wait."""
@@ -449,6 +458,10 @@ class Engine:
         yield
         end_s = now()
         self._recorded_s[category] += end_s - start_s
+        if category == "step" and self.core is not None:
+            self._recorded_steps += 1
+            if self._recorded_steps == 2:  # a pipeline's; steps of data_parallel are counted in C++
+                self.core.end_first_steps()
         if self._traced and self.core is not None:
             self.core.log(category, name, start_s, end_s)
 

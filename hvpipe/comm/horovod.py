@@ -56,6 +56,7 @@ class HorovodWorld:
             first_on_host=hosts.index((self.host, 0)) if (self.host, 0) in hosts else self.rank,
             hosts=sum(1 for _, local_rank in hosts if local_rank == 0),
             timeout_s=settings.engine_timeout_s,
+            first_step_timeout_s=settings.engine_first_step_s,
             trace=settings.trace_path is not None,
             stall_warn_s=settings.engine_stall_s,
             flight_path=settings.flight_path,

@@ -77,6 +77,7 @@ class MpiWorld:
         return import_native().Engine.create(
             self._engine_handle,
             timeout_s=settings.engine_timeout_s,
+            first_step_timeout_s=settings.engine_first_step_s,
             segment_bytes=settings.segment_bytes or self.eager_bytes * 15 // 16,  # leave room for headers
             messages_in_flight=settings.messages_in_flight,
             slot_bytes=settings.slot_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ from hvpipe.comm.native import REBUILD, cuda_library, import_native
 from hvpipe.comm.settings import Settings
 from hvpipe.errors import HvpipeError
 from hvpipe.log import logger
+
+_MADE_BY_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one in WSL 2
+_NO_GPU, _NO_LIBRARY, _GPU = 0.0, 1.0, 2.0  # what a rank tells the others
+_WITHOUT_LIBRARY = (
+    "hvpipe was built without its GPU library. Rebuild it with CUDA's compiler (nvcc on PATH), " + REBUILD
+)
 
 
 def assign_gpu(local_rank: int, local_size: int, visible: int) -> int:
@@ -62,7 +69,16 @@ def has_gpu_library(settings: Settings) -> bool:
     return bool(settings.device_library) or cuda_library().exists()
 
 
-def open_gpu(core: Any, settings: Settings, ordinal: int | None) -> str:
+def may_have_gpu(settings: Settings) -> bool:
+    """Tell whether this process may find a GPU of NVIDIA's. Asks no driver, which would fix its devices."""
+    if settings.device_library:
+        return True
+    first = (settings.visible_gpus or "all").split(",")[0].strip()
+    hidden = settings.visible_gpus == "" or first in ("", "-1", "NoDevFiles")
+    return not hidden and any(os.path.exists(path) for path in _MADE_BY_DRIVERS)
+
+
+def open_gpu(core: Any, settings: Settings, ordinal: int | None) -> tuple[bool, str]:
     """Open this rank's GPU and, between several ranks, NCCL. All ranks call it together, once.
 
     Args:
@@ -71,28 +87,74 @@ def open_gpu(core: Any, settings: Settings, ordinal: int | None) -> str:
         ordinal: Number of the GPU among those that CUDA_VISIBLE_DEVICES shows; None for the local rank's.
 
     Returns:
-        The route of data on GPUs, for people: "by NCCL ..." or "through the host ..." with the reason.
+        Whether all ranks opened their GPUs, and the route of data on GPUs, for people: "by NCCL ..." or
+        "through the host ..." with the reason. If they did not: which rank could not,
+        and why. The same on all ranks.
+
+    Raises:
+        HvpipeError: If HVPIPE_NCCL_LIBRARY names an NCCL that not all ranks can use.
+        PeerError: If that NCCL does not start.
     """
     library = settings.device_library or str(cuda_library())
+    refusal = ""
     if ordinal is None:
-        visible = import_native().count_devices(library)
-        ordinal = assign_gpu(core.local_rank, core.local_size, visible)
+        try:
+            visible = import_native().count_devices(library)
+            ordinal = assign_gpu(core.local_rank, core.local_size, visible)
+        except HvpipeError as error:
+            refusal = str(error)
     required = settings.nccl_library not in ("", "none")
-    nccl = find_nccl(settings.nccl_library)
-    route = str(
-        core.use_device(*(library, ordinal, nccl, required, settings.gpus_may_be_shared, settings.nccl_span))
+    opened, text = core.use_device(
+        *(library, ordinal or 0, find_nccl(settings.nccl_library), required),
+        *(settings.gpus_may_be_shared, settings.nccl_span, refusal),
     )
-    # A warning only if NCCL was wanted: a user who set HVPIPE_NCCL_LIBRARY=none asked for the host.
-    slow = route.startswith("through the host") and settings.nccl_library != "none"
-    level = logging.WARNING if slow and core.local_rank == 0 else logging.INFO
-    logger.log(level, "hvpipe: data on GPUs goes %s", route)
-    return route
+    if opened:
+        # A warning only if NCCL was wanted: a user who set HVPIPE_NCCL_LIBRARY=none asked for the host.
+        slow = text.startswith("through the host") and settings.nccl_library != "none"
+        level = logging.WARNING if slow and core.rank == 0 else logging.INFO
+        logger.log(level, "hvpipe: data on GPUs goes %s", text)
+    return opened, text
 
 
-def warn_of_missing_gpu_library() -> None:
-    """Log that gradients take the slow route through host memory, and how to change that."""
-    logger.warning(
-        "hvpipe was built without its GPU library: gradients go from the GPU through ordinary host "
-        "memory to MPI, which is slow. To use NCCL, rebuild with CUDA's compiler (nvcc on PATH), %s",
-        REBUILD,
-    )
+def open_gpus_of_all(core: Any, settings: Settings, ordinal: int | None, route: str | None) -> str | None:
+    """Open the GPUs of all ranks for their gradients, if each rank can open its own; collective.
+
+    If not, rank 0 warns of the rank that cannot. It does not if no rank has a GPU.
+
+    Args:
+        core: The C++ engine.
+        settings: The settings of rank 0, the same on all ranks.
+        ordinal: As for `open_gpu`, of the GPU that holds this rank's gradients; None if host memory does.
+        route: Of data on GPUs, if `open_gpu` has opened them before.
+
+    Returns:
+        The route of data on GPUs; None if gradients go through host memory.
+
+    Raises:
+        HvpipeError: If HVPIPE_NCCL_LIBRARY names an NCCL, and not all ranks can use their GPUs.
+    """
+    mine = _NO_GPU if ordinal is None else _GPU if has_gpu_library(settings) else _NO_LIBRARY
+    found = core.agree("GPUs of all ranks", mine)
+    if set(found) == {_NO_GPU}:
+        return None
+    if set(found) == {_GPU}:
+        opened, why = (True, route) if route is not None else open_gpu(core, settings, ordinal)
+        if opened:
+            return why
+    elif set(found) == {_NO_LIBRARY}:
+        why = _WITHOUT_LIBRARY
+    else:
+        without = [str(rank) for rank, each in enumerate(found) if each != _GPU]
+        why = (
+            f"ranks {', '.join(without)} of {len(found)} have no GPU that TensorFlow sees, or a hvpipe that "
+            f"was built without its GPU library (`hvpipe doctor` says which)"
+        )
+    if settings.nccl_library not in ("", "none"):
+        raise HvpipeError(f"HVPIPE_NCCL_LIBRARY needs a GPU that works on every rank. Received: {why}")
+    if core.rank == 0:
+        logger.warning(
+            "hvpipe: gradients go from the GPU through ordinary host memory to MPI, which is slow, because "
+            "every rank should open its GPU. Received: %s",
+            why,
+        )
+    return None

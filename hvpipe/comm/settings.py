@@ -29,6 +29,7 @@ class Settings:
 
     backend: Backend | None = None  # None: Horovod under `horovodrun --gloo`, else MPI
     timeout_s: float = 300.0
+    first_step_timeout_s: float | None = None  # None: 6 * timeout_s if a rank may have a GPU, else timeout_s
     shutdown_timeout_s: float | None = None  # None: an hour, or timeout_s if that is longer
     trace_path: str | None = None
     utilization_path: str | None = None
@@ -48,6 +49,7 @@ class Settings:
     nccl_span: NcclSpan = "world"  # "host": MPI carries data of GPUs between hosts
     device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
+    job_may_have_gpus: bool = False  # whether any rank may find one; the session sets it
     dynamic_process_sets: bool = False  # whether process sets can be added to Horovod
     job_folder: Path | None = None  # that `hvpipe run` shares with the ranks of its host
     verify_every: int = 0  # steps; 0: never
@@ -68,6 +70,17 @@ class Settings:
         return min(self.timeout_s, self.stall_abort_s or math.inf)
 
     @property
+    def engine_first_step_s(self) -> float:
+        """The longest wait of a collective until two training steps have ended.
+
+        GPUs that are newer than TensorFlow's CUDA compile its kernels when they first run, some ranks for
+        longer than others.
+        """
+        usual_s = 6 * self.timeout_s if self.job_may_have_gpus else self.timeout_s
+        asked_s = min(self.first_step_timeout_s or usual_s, self.stall_abort_s or math.inf)
+        return max(self.engine_timeout_s, asked_s)
+
+    @property
     def engine_stall_s(self) -> float:
         """After how long a wait is reported: in time for the report to precede the end of the job."""
         abort_s = self.engine_timeout_s
@@ -81,6 +94,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     |---|---|
     | HVPIPE_BACKEND | "mpi" or "horovod": what joins the ranks |
     | HVPIPE_TIMEOUT | longest wait for another rank, in seconds |
+    | HVPIPE_FIRST_STEP_TIMEOUT | the same until two training steps have ended |
     | HVPIPE_SHUTDOWN_TIMEOUT | longest wait for the others in `shutdown`, in seconds |
     | HVPIPE_TRACE, HVPIPE_UTILIZATION | files to write |
     | HVPIPE_UTILIZATION_HZ | samples per second |
@@ -129,6 +143,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         backend=chosen,
         timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s),
+        first_step_timeout_s=_positive(env, "HVPIPE_FIRST_STEP_TIMEOUT", "seconds", 0.0) or None,
         shutdown_timeout_s=_positive(env, "HVPIPE_SHUTDOWN_TIMEOUT", "seconds", 0.0) or None,
         trace_path=env.get("HVPIPE_TRACE") or None,
         utilization_path=env.get("HVPIPE_UTILIZATION") or None,

@@ -67,23 +67,20 @@ def _warn_of_unseen_gpus(session: Session) -> None:
 def device_of_messages(session: Session) -> str | None:
     """Return the device for tensors that a pipeline sends between ranks; collective.
 
-    Return a GPU if all ranks have one and hvpipe was built for GPUs. Otherwise return None: tensors go
-    through host memory.
+    Return a GPU if gradients go there. Otherwise return None: tensors go through host memory.
     """
-    able = bool(tf.config.get_visible_devices("GPU")) and session.engine.serves_gpus
-    if not all(session.engine.agree("whether all ranks have GPUs", float(able))):
-        return None
     return "GPU:0" if reduces_on_gpu(session) else None
 
 
 def reduces_on_gpu(session: Session) -> bool:
-    """Return whether gradients go to the engine in a GPU's memory; collective.
+    """Return whether gradients go to the engine in the memory of GPUs; the same on all ranks.
 
-    Return False if TensorFlow sees no GPU. Also return False, and log it once, if hvpipe was built without
-    its GPU library: TensorFlow then copies gradients to the host.
+    They do if every rank can open the GPU that TensorFlow uses. The first call is collective in jobs where
+    any rank may have a GPU.
     """
-    visible = tf.config.get_visible_devices("GPU")
-    if session.engine.core is None or not visible or session.settings.elastic:
+    if session.engine.core is None or session.settings.elastic:
         return False  # NCCL does not survive the loss of a rank
+    visible = tf.config.get_visible_devices("GPU")
     # TensorFlow's first GPU is its only one, unless the user chose before hvpipe. Both count as CUDA does.
-    return session.engine.use_device_if_built(tf.config.list_physical_devices("GPU").index(visible[0]))
+    place = tf.config.list_physical_devices("GPU").index(visible[0]) if visible else None
+    return session.engine.use_gpus_of_all(place)

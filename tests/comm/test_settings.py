@@ -40,6 +40,7 @@ def test_settings_without_variables_are_the_defaults() -> None:
 def test_settings_are_read() -> None:
     environ = {
         "HVPIPE_TIMEOUT": "2.5",
+        "HVPIPE_FIRST_STEP_TIMEOUT": "90",
         "HVPIPE_TRACE": "/tmp/t.json",
         "HVPIPE_UTILIZATION": "u.json",
         "HVPIPE_UTILIZATION_HZ": "2.5",
@@ -56,6 +57,7 @@ def test_settings_are_read() -> None:
     }
     assert settings(environ) == Settings(
         timeout_s=2.5,
+        first_step_timeout_s=90.0,
         trace_path="/tmp/t.json",
         utilization_path="u.json",
         utilization_hz=2.5,
@@ -135,3 +137,18 @@ def test_a_stall_is_reported_before_any_limit_ends_the_job() -> None:
     assert Settings(stall_abort_s=12.0).engine_stall_s == 8.0
     assert Settings().engine_stall_s == 10.0
     assert Settings(timeout_s=8.0, stall_warn_s=0.0).engine_stall_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "waits_s"),
+    [
+        (Settings(), 300.0),
+        (Settings(job_may_have_gpus=True), 1800.0),
+        (Settings(job_may_have_gpus=True, timeout_s=60.0), 360.0),
+        (Settings(job_may_have_gpus=True, stall_abort_s=100.0), 100.0),
+        (Settings(first_step_timeout_s=900.0), 900.0),
+        (Settings(first_step_timeout_s=20.0), 300.0),
+    ],
+)
+def test_ranks_wait_longer_for_the_first_steps_where_gpus_compile(given: Settings, waits_s: float) -> None:
+    assert given.engine_first_step_s == waits_s

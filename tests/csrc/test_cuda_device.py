@@ -74,7 +74,8 @@ def test_memory_of_another_device_is_refused(run: Run) -> None:
 
 
 def test_a_failed_allocation_reports_its_size(run: Run) -> None:
-    room, device, left_over, host = run("full")
+    room, taken, device, left_over, host = run("full")
+    assert taken == "512 taken"
     assert (room, device, left_over) == ("300000000 of 1000000000", "null: 1", "last error: 0")
     assert "wanted 2147483648 more bytes (raise the limit: ulimit -l" in host
 
@@ -96,7 +97,8 @@ def test_each_device_has_a_unique_id_even_on_a_shared_board(run: Run) -> None:
 def test_a_driver_older_than_the_build_is_named_with_it(run: Run, case: str, driver: str) -> None:
     built, left_over, error = run(case)
     assert "A CUDA device should be usable: the driver is too old" in error
-    assert error.endswith(f"Received: {driver}; hvpipe was {built}")
+    assert f"Received: {driver}; hvpipe was {built}, and" in error
+    assert "update the driver, or install hvpipe again with an older nvcc" in error
     assert left_over == "last error: 0"
 
 

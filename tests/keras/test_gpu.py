@@ -118,25 +118,19 @@ def test_gpus_that_are_in_use_already_are_an_error_among_several_ranks(machine: 
 
 
 class Engine:
-    """An engine built with or without the GPU library. It records whether the GPU was opened."""
+    """An engine whose ranks can or cannot open their GPUs. It records which one this rank has."""
 
-    def __init__(self, built: bool) -> None:
+    nccl_connects_all = False
+
+    def __init__(self, opens: bool) -> None:
         self.core = object()
-        self.built, self.opened = built, 0
-        self.others = True  # whether the other ranks could open their GPUs
+        self.opens = opens
+        self.ordinal: int | None = None
         self.on_device: bool | None = None
 
-    @property
-    def serves_gpus(self) -> bool:
-        return self.built
-
-    def agree(self, what: str, mine: float) -> list[float]:
-        return [mine, float(self.others)]
-
-    def use_device_if_built(self, ordinal: int) -> bool:
+    def use_gpus_of_all(self, ordinal: int | None) -> bool:
         self.ordinal = ordinal
-        self.opened += self.built
-        return self.built
+        return self.opens and ordinal is not None
 
     def add_plan(self, name: str, plan: Any, on_device: bool) -> int:
         self.on_device = on_device
@@ -153,21 +147,21 @@ def sees(monkeypatch: Any, gpus: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "built", "on_gpu"), [([], True, False), (["GPU:0"], True, True), (["GPU:0"], False, False)]
+    ("gpus", "opens", "on_gpu"), [([], True, False), (["GPU:0"], True, True), (["GPU:0"], False, False)]
 )
-def test_gradients_are_reduced_where_they_can_be(
-    monkeypatch: Any, gpus: list[str], built: bool, on_gpu: bool
+def test_gradients_and_messages_stay_on_gpus_if_all_ranks_can(
+    monkeypatch: Any, gpus: list[str], opens: bool, on_gpu: bool
 ) -> None:
     sees(monkeypatch, gpus)
-    engine = Engine(built)
-    assert reduces_on_gpu(SimpleNamespace(engine=engine, settings=Settings())) is on_gpu
-    assert engine.opened == on_gpu
+    session = SimpleNamespace(engine=Engine(opens), settings=Settings())
+    assert reduces_on_gpu(session) is on_gpu
+    assert device_of_messages(session) == ("GPU:0" if on_gpu else None)
 
 
 def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:
     """This includes a GPU that the user chose before hvpipe.init()."""
     sees(monkeypatch, ["GPU:2"])
-    engine = Engine(built=True)
+    engine = Engine(opens=True)
     reduces_on_gpu(SimpleNamespace(engine=engine, settings=Settings()))
     assert engine.ordinal == 2
 
@@ -202,29 +196,6 @@ def test_tables_on_a_gpu_are_sent_whole(monkeypatch: Any, built: bool, row: int)
     assert [bucket.row for bucket in reducer.plan.buckets] == [row]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "built", "others", "device"),
-    [
-        (["GPU:0"], True, True, "GPU:0"),
-        (["GPU:0"], True, False, None),
-        (["GPU:0"], False, True, None),
-        ([], True, True, None),
-    ],
-)
-def test_pipeline_tensors_stay_on_gpus_if_all_ranks_have_one(
-    monkeypatch: Any, gpus: list[str], built: bool, others: bool, device: str | None
-) -> None:
-    """If only some ranks could open their GPU, none does.
-
-    Otherwise those would wait for the others forever.
-    """
-    sees(monkeypatch, gpus)
-    engine = Engine(built)
-    engine.others = others
-    assert device_of_messages(SimpleNamespace(engine=engine, settings=Settings())) == device
-    assert engine.opened == (device is not None)
-
-
 @pytest.mark.older_tensorflow
 @pytest.mark.parametrize("overlap", ["backward", "step", "stale"])
 def test_hvpipes_own_numbers_stay_on_the_host(monkeypatch: Any, overlap: str) -> None:
@@ -241,7 +212,7 @@ def test_hvpipes_own_numbers_stay_on_the_host(monkeypatch: Any, overlap: str) ->
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(weights)
     settings = Settings(bucket_bytes=16)
-    session = SimpleNamespace(engine=Engine(built=True), settings=settings, announcements=0)
+    session = SimpleNamespace(engine=Engine(opens=True), settings=settings, announcements=0)
     monkeypatch.setattr(tf, "Variable", note)
     overlapped = OptimizerHook(session, optimizer, weights, OVERLAPS[overlap](), ReduceOptions())
     with on_the_host():
@@ -291,7 +262,7 @@ def test_a_single_rank_keeps_its_counters_on_the_models_device(
 
 def test_a_plan_is_removed_when_it_is_ended_or_forgotten(monkeypatch: Any) -> None:
     sees(monkeypatch, [])
-    engine = Engine(built=True)
+    engine = Engine(opens=True)
     session = SimpleNamespace(engine=engine, settings=Settings(bucket_bytes=1000), announcements=0)
     reducer = BucketReducer(session, "gradients", [tf.Variable([1.0])])
     reducer.end()

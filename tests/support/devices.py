@@ -93,7 +93,8 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
     changes.setdefault("device_library", libraries.device)
     # The simulated hosts share the GPUs of this machine.
     changes.setdefault("gpus_may_be_shared", session.settings.ranks_per_host > 0)
-    settings = replace(session.settings, **changes)
+    changes.setdefault("first_step_timeout_s", changes.get("timeout_s", session.settings.timeout_s))
+    settings = replace(session.settings, job_may_have_gpus=True, **changes)
     return Engine(session.world, settings)
 
 

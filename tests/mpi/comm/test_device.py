@@ -122,6 +122,7 @@ MEMORY = {
     "there is some": "nccl",
     "of an older NCCL": "nccl_without_memory",
     "not on one rank": "nccl",
+    "that another process takes, too": "nccl",
     "in pieces of 512 MiB": "nccl",  # as on an H100 with NVSwitches, where a few buckets would fill the GPU
 }
 
@@ -135,7 +136,9 @@ def test_large_buckets_are_registered_with_nccl_on_all_ranks_or_none(
     library = getattr(libraries, MEMORY[memory])
     engine = open_engine(libraries, way, nccl_library=library)
     if memory == "in pieces of 512 MiB":
-        monkeypatch.setenv("FAKE_NCCL", "memory-large")
+        monkeypatch.setenv("FAKE_DEVICE_UNIT", str(512 << 20))
+    if memory == "that another process takes, too":
+        monkeypatch.setenv("FAKE_NCCL", "memory-shared")
     if memory == "not on one rank" and hvpipe.rank() == 1:
         monkeypatch.setenv("FAKE_NCCL", "memory")
     if "by NCCL" not in engine.use_device():
@@ -153,7 +156,7 @@ def test_large_buckets_are_registered_with_nccl_on_all_ranks_or_none(
             engine.collect_on_device(plan_id, bucket, [array])
             wanted = sum(values_of(r, array.values.size, "float32") for r in range(hvpipe.size()))
             np.testing.assert_array_equal(array.values, wanted)
-    large = 1 if memory == "there is some" else 0
+    large = 1 if memory in ("there is some", "that another process takes, too") else 0
     assert nccl.nccl_memory_held() - held == large
     assert nccl.nccl_registrations() - registered == large
     engine.agree("end of a case")
@@ -193,6 +196,33 @@ def test_use_device_returns_the_path_of_the_data(libraries: Libraries) -> None:
     engine.stop()
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_nccl_allocates_before_tensorflow_takes_the_memory(libraries: Libraries, way: str) -> None:
+    """A small and a large collective of each kind run before `use_device` returns."""
+    needs_others()
+    device, nccl = ctypes.CDLL(libraries.device), ctypes.CDLL(libraries.nccl)
+    held, before = things(device, nccl), nccl.nccl_collectives()
+    engine = open_engine(libraries, way)
+    if "by NCCL" not in engine.use_device():
+        pytest.skip("hosts with different numbers of ranks")
+    whole = 0 if "inside hosts" in engine.use_device() else 2  # all-reduce and broadcast
+    assert nccl.nccl_collectives() - before == 2 * (2 + whole)
+    engine.agree("end of a case")
+    engine.stop()
+    engine.core = None
+    assert things(device, nccl) == held
+
+
+def test_two_threads_may_be_the_first_to_use_the_device(libraries: Libraries) -> None:
+    """Regression: both opened it."""
+    engine = open_engine(libraries, "NCCL")
+    with ThreadPoolExecutor(2) as threads:
+        routes = list(threads.map(lambda _: engine.use_device(), range(2)))
+    assert routes[0] == routes[1]
+    engine.agree("end of a case")
+    engine.stop()
+
+
 def way_of_a_span_of_hosts() -> str:
     hosts = current().engine.core.hosts
     if hvpipe.size() == 1:
@@ -211,7 +241,7 @@ def test_each_rank_sends_only_its_own_share_between_hosts(libraries: Libraries) 
     engine = open_engine(libraries, "NCCL inside hosts")
     if "inside hosts, through" not in engine.use_device():
         pytest.skip("hosts with different numbers of ranks")
-    # The size is 8 bytes more than two ranks can share equally, so the engine pads it.
+    # Two ranks cannot share the size equally, in whole units of 16 bytes, so the engine pads it.
     layers = [Gradient("a", (4_001,), "float64"), Gradient("b", (30_000,), "float64")]
     plan_id = engine.add_plan("a", plan_buckets(layers, 250_000, None), on_device=True)
     sent = engine.counters()["network_bytes_sent"]
@@ -227,7 +257,7 @@ def test_each_rank_sends_only_its_own_share_between_hosts(libraries: Libraries) 
     np.testing.assert_array_equal(arrays[1].values, np.full(4_001, hvpipe.size()))
     # A ring of H hosts sends 2 (H - 1) / H of each rank's share.
     hosts, local = engine.core.hosts, engine.core.local_size
-    share = 2 * (hosts - 1) / hosts * 8 * (30_000 + 4_002) / local
+    share = 2 * (hosts - 1) / hosts * 8 * (30_000 + 4_004) / local
     assert announced == 0
     assert engine.counters()["network_bytes_sent"] - sent == share
     engine.agree("end of a case")

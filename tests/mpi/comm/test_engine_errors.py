@@ -41,10 +41,10 @@ def patient_engine() -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def second_engine(timeout_s: float) -> Iterator[Engine]:
+def second_engine(timeout_s: float, **changes: Any) -> Iterator[Engine]:
     if hvpipe.size() not in (2, 3):
         pytest.skip("one rank disagrees with nobody, and four are no other than three")
-    wanted = dataclasses.replace(settings(), timeout_s=timeout_s, trace_path="recorded")
+    wanted = dataclasses.replace(settings(), timeout_s=timeout_s, trace_path="recorded", **changes)
     world = open_world(discover(), wanted)
     made = Engine(world, wanted)
     hvpipe.barrier()
@@ -170,6 +170,34 @@ def test_a_wait_that_times_out_names_what_it_waited_for(engine: Engine) -> None:
     if not is_last():
         with pytest.raises(DeadlineError, match=r"Waited 1.5 s in barrier for .*HVPIPE_TIMEOUT"):
             engine.agree("barrier")
+
+
+@pytest.mark.parametrize("kind", ["data parallel", "pipeline"])
+def test_a_rank_may_be_late_until_two_steps_have_ended(kind: str) -> None:
+    """As a GPU that compiles kernels first."""
+    with second_engine(TIMEOUT_S, first_step_timeout_s=60.0) as engine:
+        plan_id = engine.add_plan("model", plan_buckets(WEIGHTS, 1000))
+        for step in range(3):
+            if is_last() and step == 1:
+                time.sleep(2 * TIMEOUT_S)
+            engine.agree(f"step {step}")
+            if kind == "data parallel":
+                engine.core.begin_step(plan_id, step, 1.0, False)
+            else:
+                with engine.recorded("step", "a step"):
+                    pass
+        if not is_last():
+            with pytest.raises(DeadlineError, match=r"Waited 1.5 s in barrier for .*HVPIPE_TIMEOUT"):
+                engine.agree("barrier")
+
+
+def test_a_first_step_that_never_comes_names_its_limit() -> None:
+    with second_engine(0.5, first_step_timeout_s=TIMEOUT_S) as engine:
+        if not is_last():
+            with pytest.raises(
+                DeadlineError, match=r"Waited 1.5 s in barrier for .*HVPIPE_FIRST_STEP_TIMEOUT"
+            ):
+                engine.agree("barrier")
 
 
 def test_an_all_reduce_that_a_rank_does_not_join(engine: Engine) -> None:

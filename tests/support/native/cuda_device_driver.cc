@@ -22,7 +22,7 @@ hvpipe::Device* hvpipe_open_device(int ordinal, int version);
 
 namespace hvpipe {
 bool kernels_missing = false;
-cudaError_t FindKernels() { return kernels_missing ? cudaErrorNoKernelImageForDevice : cudaSuccess; }
+cudaError_t LoadKernels() { return kernels_missing ? cudaErrorNoKernelImageForDevice : cudaSuccess; }
 cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>&, DType, DType, double, unsigned*, cudaStream_t) {
   return cudaSuccess;
 }
@@ -114,6 +114,7 @@ void Full() {
   const auto device = Open(1);
   const Device::MemorySize memory = device->FreeMemory();
   std::printf("%zu of %zu\n", memory.free, memory.total);
+  std::printf("%zu taken\n", device->AllocatedBytes(device->Allocate(16)));
   std::printf("null: %d\n", device->Allocate(2u << 30) == nullptr);
   std::printf("last error: %d\n", fake_last_error());
   device->AllocateHost(2u << 30);

@@ -104,6 +104,11 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context) {
   contexts.pop_back();
   return CUDA_SUCCESS;
 }
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* first, std::size_t* bytes, CUdeviceptr of) {
+  *first = of;
+  *bytes = 512;
+  return CUDA_SUCCESS;
+}
 #ifndef OLD_DRIVER
 // Devices 1 and 2 are two parts of one board.
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {

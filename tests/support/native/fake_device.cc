@@ -211,6 +211,11 @@ class FakeDevice : public Device {
     const char* const free = std::getenv("FAKE_DEVICE_FREE");
     return {free != nullptr ? std::strtoull(free, nullptr, 10) : 1'000'000'000, 2'000'000'000};
   }
+  // FAKE_DEVICE_UNIT: of all allocations.
+  std::size_t AllocatedBytes(const void*) override {
+    const char* const unit = std::getenv("FAKE_DEVICE_UNIT");
+    return unit != nullptr ? std::strtoull(unit, nullptr, 10) : 2 << 20;
+  }
   void* Allocate(std::size_t bytes) override {
     return std::getenv("FAKE_DEVICE_FULL") != nullptr ? nullptr : Held(Allocated(std::calloc(bytes, 1), bytes));
   }
@@ -292,7 +297,9 @@ int hvpipe_count_devices() {
   return devices != nullptr ? std::atoi(devices) : 8;
 }
 
+// FAKE_DEVICE_BROKEN: why none can be opened.
 Device* hvpipe_open_device(int ordinal, int version) {
+  if (const char* const why = std::getenv("FAKE_DEVICE_BROKEN")) throw Error(why, hvpipe::ErrorKind::kUsage);
   if (version != hvpipe::kDeviceInterface) throw Error("another build", hvpipe::ErrorKind::kUsage);
   return new FakeDevice(ordinal);
 }

@@ -7,10 +7,11 @@
 //   "id", "init"      an error at once
 //   "init-hang"       never ready
 //   "async"           an error after the first collective
+//   "collective"      an error of each collective
 //   "hang"            the first collective never ends
 //   "memory"          no memory
 //   "memory-full"     no memory, and the test device has just run out of it as well
-//   "memory-large"    memory in units of 512 MiB
+//   "memory-shared"   memory, of which another process takes much at the same moment
 //   "finalize"        an error
 // With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may if other ranks of the host do not abort.
 // Leaving waits for all ranks, as in NCCL. FAKE_NCCL_DEVICE names the library of the test device: calls are then
@@ -164,6 +165,8 @@ MPI_Comm Ranks(Communicator& of) {
   return of.ranks;
 }
 
+std::atomic<int> collectives{0};
+
 // Hands a call that uses this memory to a stream, or runs it at once.
 int Launch(std::shared_ptr<Call> call, void* stream, const void* memory, std::size_t bytes) {
   Communicator& of = *call->of;
@@ -196,6 +199,8 @@ int Gather(Communicator& of, const void* in, std::size_t count, hvpipe::DType dt
   if (Refuses(of)) return kInvalidUsage;  // the caller did not wait until the communicator was ready
   const std::size_t bytes = count * hvpipe::SizeOf(dtype);
   const MPI_Comm ranks = of.size == 1 ? MPI_COMM_NULL : Ranks(of);
+  ++collectives;
+  if (Fails("collective")) return kUnhandledCudaError;
   struct Data {
     std::vector<char> sent, gathered;
   };
@@ -266,6 +271,8 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
     return kInvalidUsage;  // the id was not passed on completely
   // By name, as NCCL calls some of its own functions.
   if (ncclGroupStart() != kSuccess || ncclGroupEnd() != kSuccess) return kInvalidUsage;
+  MPI_Comm ranks = MPI_COMM_NULL;
+  if (size > 2) MPI_Comm_split(MPI_COMM_WORLD, id.internal[1], rank, &ranks);
   if (Fails("init")) return kUnhandledCudaError;
   std::free(realpath("/", nullptr));  // as NCCL does: memory that the C library allocated
   auto* const made = new Communicator;
@@ -273,7 +280,7 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
   made->size = size;
   std::memcpy(&made->serial, &id.internal[8], sizeof made->serial);
   made->serial = 10 * made->serial + id.internal[1];
-  if (size > 2) MPI_Comm_split(MPI_COMM_WORLD, id.internal[1], rank, &made->ranks);
+  made->ranks = ranks;
   if (size == 2 && rank == 0) {
     MPI_Irecv(&made->other, 1, MPI_INT, MPI_ANY_SOURCE, TagOf(*made, 2), MPI_COMM_WORLD, &made->request);
     made->busy = true;
@@ -352,6 +359,7 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
                   void* stream) {
   Communicator& of = Of(communicator);
   if (Refuses(of) || of.size == 1) return kInvalidUsage;
+  ++collectives;
   auto call = std::make_shared<Call>();
   call->of = &of;
   call->begin = [=, ranks = Ranks(of)](MPI_Request& request) {
@@ -367,7 +375,7 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
 int ncclMemAlloc(void** memory, std::size_t bytes) {
   if (Fails("memory-full")) setenv("FAKE_DEVICE_FREE", "3000000", 1);  // others took the memory
   if (Fails("memory-full") || Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
-  if (Fails("memory-large")) setenv("FAKE_DEVICE_FREE", "463000000", 1);  // 537 MB less
+  if (Fails("memory-shared")) setenv("FAKE_DEVICE_FREE", "100000000", 1);  // another process took 900 MB
   *memory = std::malloc(bytes);
   std::memset(*memory, 0x55, bytes);
   ++memory_held;
@@ -379,7 +387,7 @@ int ncclMemFree(void* memory) {
   if (!DeviceIsCurrent()) return kInvalidUsage;  // memory_held will not return to 0
   const auto uses = OfDevice<int (*)(const void*, std::size_t)>("fake_device_uses");
   if (uses != nullptr && uses(memory, 1) != 0) End("memory of NCCL was freed that work on a stream waits to use");
-  if (Fails("memory-large")) unsetenv("FAKE_DEVICE_FREE");
+  if (Fails("memory-shared")) unsetenv("FAKE_DEVICE_FREE");
   std::free(memory);
   --memory_held;
   return kSuccess;
@@ -399,6 +407,7 @@ int ncclCommDeregister(void* communicator, void* registration) {
 }
 #endif
 
+int nccl_collectives() { return collectives; }
 int nccl_memory_held() { return memory_held; }
 int nccl_registrations() { return registrations; }
 
@@ -479,11 +488,17 @@ int ncclCommDestroy(void* communicator) {
   return kSuccess;
 }
 
-// Leaves requests under way, and their memory. Its streams go on.
+// Leaves requests under way, and their memory. Its streams go on. A rank that waits for the other one to connect stops
+// to wait, so that it does not take the word of a later communicator.
 int ncclCommAbort(void* communicator) {
   if (!DeviceIsCurrent()) End("ncclCommAbort without a current device");  // its callers ignore an error
-  Of(communicator).aborted = true;
+  Communicator& of = Of(communicator);
+  of.aborted = true;
   carrying = false;
+  if (of.request != MPI_REQUEST_NULL && of.size == 2 && of.rank == 0) {
+    MPI_Cancel(&of.request);
+    MPI_Request_free(&of.request);
+  }
   if (std::getenv("FAKE_NCCL_ABORT") != nullptr) std::this_thread::sleep_for(std::chrono::minutes(1));
   return kSuccess;
 }

@@ -11,7 +11,7 @@ namespace hvpipe {
 void GradientBuckets::BeginStep(int, std::int64_t, double, bool, StepBegun) { throw std::bad_alloc(); }
 void GradientBuckets::Submit(int, int, const std::vector<const void*>&, double) { throw std::bad_alloc(); }
 // The first bucket fails at once, the second when its sum is complete.
-void GradientBuckets::Collect(int, int bucket, Done done) {
+void GradientBuckets::Collect(int, int bucket, Done done, bool) {
   if (bucket == 0) throw std::bad_alloc();
   std::thread([done = std::move(done)] { done(nullptr); }).detach();
 }
