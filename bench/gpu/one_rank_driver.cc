@@ -93,7 +93,7 @@ class Bench {
       device_.ScaleAndCast({{chain, chain, large}}, DType::kFloat32, DType::kFloat32, i < 20 ? 2.0 : 0.5,
                            nullptr, stream_);
     }
-    device_.ScaleAndCast({{chain, chain, large}}, DType::kFloat32, DType::kFloat32, 3.0, nullptr, stream_);
+    device_.ScaleAndCast({{chain, chain, large}}, DType::kFloat32, DType::kFloat32, 3.0, stream_);
     const Device::Event event = device_.MakeEvent();
     device_.Record(event, stream_);
     const bool early = device_.Reached(event);

@@ -128,7 +128,7 @@ void GradientBuckets::UnpackDevice(int plan, int bucket_number, const std::vecto
     pieces.push_back({buffer.PlaceOf(layout, i), tensors[i], layout.counts[i]});
   }
   device.device->Wait(stream, route_.topology().size == 1 ? buffer.filled() : buffer.moved());
-  device.device->ScaleAndCast(pieces, layout.wire_type, layout.tensor_type, 1.0, nullptr, stream);
+  device.device->ScaleAndCast(pieces, layout.wire_type, layout.tensor_type, 1.0, stream);
   device.device->Record(buffer.read(), stream);
   const std::lock_guard<std::mutex> lock(mutex_);
   bucket.unpacked_before = true;

@@ -77,7 +77,7 @@ void GradientBuckets::SubmitDevice(int plan, int bucket_number, const std::vecto
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       pieces.push_back({tensors[i], buffer.PlaceOf(layout, i), layout.counts[i]});
     }
-    device.device->ScaleAndCast(pieces, layout.tensor_type, layout.wire_type, scale, nullptr, stream);
+    device.device->ScaleAndCast(pieces, layout.tensor_type, layout.wire_type, scale, stream);
     device.device->Record(buffer.filled(), stream);
   } catch (const std::exception& failure) {
     const Error error = ErrorOf(failure);

@@ -176,10 +176,9 @@ class CudaDevice : public Device {
     HVPIPE_CUDA(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, Of(stream)));
   }
   void ScaleAndCast(const std::vector<Piece>& pieces, DType from, DType to, double scale,
-                    unsigned* not_finite, Stream stream) override {
+                    Stream stream) override {
     const CurrentDevice current(*this);
-    CheckCuda(LaunchScaleAndCast(pieces, from, to, scale, not_finite, Of(stream)),
-              "the launch of a pack or unpack");
+    CheckCuda(LaunchScaleAndCast(pieces, from, to, scale, Of(stream)), "the launch of a pack or unpack");
   }
 
  private:

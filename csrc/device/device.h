@@ -66,10 +66,9 @@ class Device {
   virtual void CopyToHost(void* host, const void* device, std::size_t bytes, Stream stream) = 0;
   virtual void CopyFromHost(void* device, const void* host, std::size_t bytes, Stream stream) = 0;
   // to[i] = cast(from[i] * scale) for all pieces, in as few launches as possible. Same results as
-  // ScaleAndCast on the host. If any result is not finite, *not_finite (device memory; may be null)
-  // becomes 1.
+  // ScaleAndCast on the host.
   virtual void ScaleAndCast(const std::vector<Piece>& pieces, DType from, DType to, double scale,
-                            unsigned* not_finite, Stream stream) = 0;
+                            Stream stream) = 0;
 };
 
 // Makes a device current on this thread for a scope. NCCL requires this of its callers.
@@ -86,7 +85,7 @@ class CurrentDevice {
 
 // A device library exports two functions: the number of devices that this process sees, and one to open a
 // device. `version` detects a library of another build.
-constexpr int kDeviceInterface = 4;
+constexpr int kDeviceInterface = 5;
 constexpr const char* kCountDevices = "hvpipe_count_devices";
 constexpr const char* kOpenDevice = "hvpipe_open_device";
 using CountDevicesFunction = int (*)();

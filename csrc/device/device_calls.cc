@@ -21,7 +21,7 @@ void DeviceCalls::AllReduce(const void* in, void* out, std::size_t count, DType 
     calls_.CheckSameCall(what, interrupt);
     void* const host = device.nccl_connects_all() ? nullptr : device.staging.AtLeast(count * SizeOf(dtype));
     if (dtype == DType::kFloat16 && scale != 1.0) {  // scale first: the sum may exceed the range of float16
-      device.device->ScaleAndCast({{in, out, count}}, dtype, dtype, scale, nullptr, stream);
+      device.device->ScaleAndCast({{in, out, count}}, dtype, dtype, scale, stream);
       in = out;
       scale = 1.0;
     }
@@ -35,7 +35,7 @@ void DeviceCalls::AllReduce(const void* in, void* out, std::size_t count, DType 
     in = out;
   }
   if (in == out && scale == 1.0) return;
-  device.device->ScaleAndCast({{in, out, count}}, dtype, dtype, scale, nullptr, stream);
+  device.device->ScaleAndCast({{in, out, count}}, dtype, dtype, scale, stream);
 }
 
 void DeviceCalls::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,

@@ -160,7 +160,7 @@ void DeviceMessenger::TakePosted(std::int64_t number, void* out, std::size_t cou
                     std::to_string(count * SizeOf(dtype)),
                 ErrorKind::kUsage);
   }
-  device.device->ScaleAndCast({{posted.memory.get(), out, count}}, dtype, dtype, 1.0, nullptr, stream);
+  device.device->ScaleAndCast({{posted.memory.get(), out, count}}, dtype, dtype, 1.0, stream);
   // When the device has read the memory, it goes back to the pool.
   const std::shared_ptr<void> read = OwnedEvent(*device.device);
   device.device->Record(read.get(), stream);

@@ -1,4 +1,4 @@
-// Packs and unpacks many tensors in one launch: scale, cast, check for values that are not finite.
+// Packs and unpacks many tensors in one launch: scale and cast.
 #include "device/kernels.h"
 
 #include "device/tiles.h"
@@ -14,12 +14,12 @@ __global__ void __launch_bounds__(kTileThreads)
 
 template <int kCapacity>
 cudaError_t LaunchTables(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
-                         unsigned* not_finite, cudaStream_t stream) {
+                         cudaStream_t stream) {
   cudaError_t outcome = cudaSuccess;
   WithTypes(from, to, [&](auto source, auto target) {
     using From = decltype(source);
     using To = decltype(target);
-    ForEachTable<kCapacity>(pieces, scale, not_finite, [&](const auto& table, unsigned tiles) {
+    ForEachTable<kCapacity>(pieces, scale, [&](const auto& table, unsigned tiles) {
       if (outcome != cudaSuccess) return;
       // cudaLaunchKernel returns the error of this launch; cudaGetLastError might return an earlier one.
       const void* arguments[] = {&table};
@@ -70,10 +70,10 @@ cudaError_t LoadKernels() {
 }
 
 cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
-                               unsigned* not_finite, cudaStream_t stream) {
+                               cudaStream_t stream) {
   if (TakesMany() && pieces.size() > kFewPieces)
-    return LaunchTables<kManyPieces>(pieces, from, to, scale, not_finite, stream);
-  return LaunchTables<kFewPieces>(pieces, from, to, scale, not_finite, stream);
+    return LaunchTables<kManyPieces>(pieces, from, to, scale, stream);
+  return LaunchTables<kFewPieces>(pieces, from, to, scale, stream);
 }
 
 }  // namespace hvpipe

@@ -15,6 +15,6 @@ cudaError_t LoadKernels();
 
 // Stops at the first launch that fails; earlier launches still run.
 cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
-                               unsigned* not_finite, cudaStream_t stream);
+                               cudaStream_t stream);
 
 }  // namespace hvpipe

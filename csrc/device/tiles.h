@@ -9,7 +9,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cfloat>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -84,14 +83,9 @@ HVPIPE_HOST_DEVICE void Narrow(float value, BFloat16& to) {
 HVPIPE_HOST_DEVICE void Narrow(float value, float& to) { to = value; }
 HVPIPE_HOST_DEVICE void Narrow(double value, double& to) { to = value; }
 
-// x - x == 0 would not do: if x is a product, a compiler may contract both operations into one.
-HVPIPE_HOST_DEVICE bool IsFinite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
-HVPIPE_HOST_DEVICE bool IsFinite(double value) { return value >= -DBL_MAX && value <= DBL_MAX; }
-
 template <int kCapacity>
 struct TileTable {
   double scale;
-  unsigned* not_finite;  // becomes 1 if a result is not finite; may be null
   int pieces;
   struct Entry {
     const void* from;
@@ -126,10 +120,8 @@ class TileCaster {
   };
   using WideType = std::conditional_t<std::is_same_v<From, double>, double, float>;
 
-  HVPIPE_HOST_DEVICE TileCaster(double scale, unsigned* not_finite)
-      : scale_(static_cast<WideType>(scale)),
-        plain_(std::is_same_v<From, To> && scale == 1.0),
-        not_finite_(not_finite) {}
+  HVPIPE_HOST_DEVICE TileCaster(double scale)
+      : scale_(static_cast<WideType>(scale)), plain_(std::is_same_v<From, To> && scale == 1.0) {}
 
   // Cast the elements of `thread`, out of `threads` threads that share `count` elements.
   HVPIPE_HOST_DEVICE void Cast(const From* from, To* to, std::size_t count, unsigned thread,
@@ -170,26 +162,18 @@ class TileCaster {
 
   // A plain copy keeps every bit.
   HVPIPE_HOST_DEVICE void CastOne(From from, To& to) const {
-    WideType value = Widen(from);
     if constexpr (std::is_same_v<From, To>) {
       if (plain_) {
         to = from;
-        Check(value);
         return;
       }
     }
-    value = value * scale_;
+    const WideType value = Widen(from) * scale_;
     Narrow(value, to);
-    Check(Widen(to));
-  }
-
-  HVPIPE_HOST_DEVICE void Check(WideType value) const {
-    if (not_finite_ != nullptr && !IsFinite(value)) *not_finite_ = 1;
   }
 
   const WideType scale_;
   const bool plain_;
-  unsigned* const not_finite_;
 };
 
 // The work of thread `thread` in block `tile`.
@@ -199,18 +183,16 @@ HVPIPE_HOST_DEVICE void CastTile(const TileTable<kCapacity>& table, unsigned til
   const auto& entry = table.entries[PieceOfTile(table, tile)];
   const unsigned long long first = static_cast<unsigned long long>(tile - entry.first_tile) * kTileElements;
   const unsigned long long left = entry.count - first;
-  const TileCaster<From, To> caster(table.scale, table.not_finite);
+  const TileCaster<From, To> caster(table.scale);
   caster.Cast(static_cast<const From*>(entry.from) + first, static_cast<To*>(entry.to) + first,
               static_cast<std::size_t>(left < kTileElements ? left : kTileElements), thread, threads);
 }
 
 // Call launch(table, tiles) for all pieces, with as many pieces per call as a table holds.
 template <int kCapacity, typename Launch>
-void ForEachTable(const std::vector<Device::Piece>& pieces, double scale, unsigned* not_finite,
-                  const Launch& launch) {
+void ForEachTable(const std::vector<Device::Piece>& pieces, double scale, const Launch& launch) {
   TileTable<kCapacity> table{};
   table.scale = scale;
-  table.not_finite = not_finite;
   unsigned tiles = 0;
   const auto flush = [&] {
     if (tiles > 0) launch(table, tiles);

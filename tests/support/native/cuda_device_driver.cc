@@ -23,7 +23,7 @@ hvpipe::Device* hvpipe_open_device(int ordinal, int version);
 namespace hvpipe {
 bool kernels_missing = false;
 cudaError_t LoadKernels() { return kernels_missing ? cudaErrorNoKernelImageForDevice : cudaSuccess; }
-cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>&, DType, DType, double, unsigned*, cudaStream_t) {
+cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>&, DType, DType, double, cudaStream_t) {
   return cudaSuccess;
 }
 }  // namespace hvpipe
@@ -58,7 +58,7 @@ void Contexts() {
   on_fresh_thread([&] { device->Reached(event); });
   on_fresh_thread([&] { device->CopyToHost(host, memory, 16, stream); });
   on_fresh_thread([&] { device->CopyFromHost(memory, host, 16, stream); });
-  on_fresh_thread([&] { device->ScaleAndCast({}, hvpipe::DType::kFloat32, hvpipe::DType::kFloat32, 1, nullptr, stream); });
+  on_fresh_thread([&] { device->ScaleAndCast({}, hvpipe::DType::kFloat32, hvpipe::DType::kFloat32, 1, stream); });
   on_fresh_thread([&] { const hvpipe::CurrentDevice current(*device); });
   on_fresh_thread([&] { device->Free(memory); });
   on_fresh_thread([&] { device->FreeHost(host); });
