@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=parts)
         items[:] = [item for item in items if item not in parts]
     # With several workers, the tests that take minutes start first.
-    items.sort(key=lambda item: item.path.name != "test_mpi.py")
+    items.sort(key=lambda item: item.path != RANKS.with_name("test_mpi.py"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

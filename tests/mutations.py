@@ -212,7 +212,7 @@ KERAS = (
             "if self._holders.get(id(v), (rank,))[0] == rank",
             "if self._holders.get(id(v), (rank,))",
         ),
-        (f"{PIPELINE}/test_training.py::test_batches_smaller_than_the_replicas_are_trained_on",),
+        (f"{PIPELINE}/test_replicas.py::test_batches_smaller_than_the_replicas_are_trained_on",),
         ranks=2,
     ),
     Mutation(

@@ -58,7 +58,16 @@ EVERY_KERAS = (*OTHER_KERAS, *PIPELINES)
 # The sums of gradients, which data parallel cases test too, are the engine's: mpi/comm runs on 4 ranks.
 # Replicas of unequal numbers of stages: 3 ranks train what 4 cannot.
 ON_THREE = (*OTHER_KERAS, f"{KERAS}/pipeline/test_training.py", f"{KERAS}/pipeline/test_replicas.py")
-ON_FOUR = (f"{KERAS}/collectives", *PIPELINES)
+ON_FOUR = (
+    f"{KERAS}/collectives",
+    *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "update")),
+)
+# Cases that compare bits. TensorFlow's graph optimizer may change them: it reorders sums, merges operations.
+OF_BITS = tuple(
+    f"{DATA_PARALLEL}/test_{name}.py" for name in ("exact", "models", "overlap", "shards", "ranks_equal")
+)
+OTHER_THAN_BITS = tuple(name for name in OTHER_KERAS if name not in OF_BITS)
+ON_ONE = (*OTHER_KERAS, *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")))
 COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
 # These cases mostly wait for deadlines, so not every suite runs them.
 ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
@@ -67,42 +76,46 @@ WITHOUT_ERRORS = tuple(
     for path in sorted((HERE / "mpi" / "comm").glob("test_*.py"))
     if (name := path.relative_to(HERE).as_posix()) not in ERRORS
 )
+# Arrays on devices: NCCL carries them, or they pass through the host by the transports of NumPy's arrays.
+WITHOUT_DEVICES = tuple(name for name in WITHOUT_ERRORS if not name.startswith("mpi/comm/test_device"))
 OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 RING = {"HVPIPE_SHARED_MEMORY": "0"}
 OVER_CALLS = {"HVPIPE_TEST_OVER_CALLS": "1"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
-# Tracing takes a seventh less. Data parallel cases run with TensorFlow's graph optimizer on 2 ranks;
-# pipelines are compared with a tolerance.
+# Tracing takes a seventh less.
 UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
 
 # Two ranks run every Keras case (one process, where a case needs no peer). Cases whose result depends on the
 # number of ranks carry the mark `every_size` and run on 1 and 3 ranks too. Those of collectives, and those of
-# pipelines, which then have more stages, also run on 4. tests/BEHAVIOURS.md says which case proves what.
+# pipelines, which then have more stages, also run on 4, unless they are marked `three_suffice`.
+# tests/BEHAVIOURS.md says which case proves what.
 #
 # `make rest` runs several suites at a time. xdist gives its first worker the first two suites, its second one
-# the next two, and so on: so the two longest are not in one pair.
+# the next two, and so on: so the longest are not in one pair.
 SUITES = (
-    Suite("keras", OTHER_KERAS, (2,), 3000.0),
+    Suite("keras", OTHER_THAN_BITS, (2,), 3000.0, UNOPTIMIZED),
     Suite("comm ring", ("mpi/comm",), (2,), env=RING),
     Suite("pipelines", PIPELINES, (2,), 1800.0, UNOPTIMIZED),
-    Suite("comm hosts", WITHOUT_ERRORS, (3,), env=TWO_TO_A_HOST),
-    Suite("keras", ON_FOUR, (4,), 1800.0, UNOPTIMIZED, only="every_size"),
+    Suite("comm", ("mpi/comm",), (3,)),
+    Suite("keras bits", OF_BITS, (2,), 1800.0),
     # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.
     Suite("keras hosts", ON_THREE, (3,), 1800.0, {**TWO_TO_A_HOST, **UNOPTIMIZED}, only="every_size"),
-    Suite("comm", ("mpi/comm",), (3,)),
+    Suite("keras", ON_FOUR, (4,), 1800.0, UNOPTIMIZED, only="every_size and not three_suffice"),
+    Suite(
+        "keras", (f"{DATA_PARALLEL}/test_life.py", f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)
+    ),
+    Suite("keras", ON_ONE, (1,), env=UNOPTIMIZED, only="every_size"),
     Suite("comm", ("mpi/comm",), (ALONE, 1)),
-    Suite("comm", WITHOUT_ERRORS, (2, 4)),
+    Suite("comm", WITHOUT_ERRORS, (2,)),
+    Suite("comm", WITHOUT_DEVICES, (4,)),
+    Suite("comm hosts", WITHOUT_DEVICES, (3,), env=TWO_TO_A_HOST),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
-    Suite("comm ring", WITHOUT_ERRORS, (3,), env=RING),
+    Suite("comm ring", WITHOUT_DEVICES, (3,), env=RING),
     # As over Horovod: named collectives carry the engine's communication.
     Suite("comm over calls", (*COLLECTIVES, "mpi/comm/test_messages.py"), (2, 3), env=OVER_CALLS),
     # Every message travels in many pieces.
     Suite("comm tiny pieces", COLLECTIVES, (2, 3), env={**TWO_TO_A_HOST, **TINY}),
-    Suite(
-        "keras", (f"{DATA_PARALLEL}/test_life.py", f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)
-    ),
-    Suite("keras", EVERY_KERAS, (1,), env=UNOPTIMIZED, only="every_size"),
     Suite("quick", EVERY_KERAS, (2,), only="quick", part_of="quick"),
     Suite("quick comm", COLLECTIVES, (2,), part_of="quick"),
     Suite("older", EVERY_KERAS, (2,), 1800.0, only=OLDER, part_of=OLDER),

@@ -7,7 +7,7 @@ from pathlib import Path
 from distributed import ALONE, launch
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "synthetic_benchmark.py"
-SMALL = ("--model", "MobileNetV2", "--batch-size", "2", "--image-size", "32", "--num-warmup-batches", "1")
+SMALL = ("--model", "MobileNet", "--batch-size", "2", "--image-size", "32", "--num-warmup-batches", "1")
 
 
 def test_the_lines_of_a_benchmark_on_two_ranks() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from hvpipe.comm.native import native_directory
 
 NATIVE = Path(__file__).parent / "native"
 CSRC = Path(__file__).parents[2] / "csrc"
+BUILT = Path(__file__).parents[2] / "build/tests-native"
 
 
 def compiler() -> str:
@@ -26,26 +29,44 @@ def compiler() -> str:
     return found
 
 
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="hvpipe-native-")
-
-
 def build(source: str, *flags: str) -> Path:
-    """Compile `source` once per set of flags. Return a library, or a program for *_driver.cc."""
+    """Compile `source` once per set of flags. Return a library, or a program for *_driver.cc.
+
+    Results stay in build/tests-native, under the hash of all that they are made from, for other workers, jobs
+    and runs.
+    """
     return _build(source, flags)
 
 
 @functools.cache
 def _build(source: str, flags: tuple[str, ...]) -> Path:
-    target = Path(_folder().name) / f"{Path(source).stem}-{len(list(Path(_folder().name).iterdir()))}.so"
     engine = native_directory()
     kind = [] if source.endswith("_driver.cc") else ["-shared", "-fPIC"]
     command = [
         *(compiler(), "-std=c++17", "-Wall", "-Wextra", "-Werror", *kind, "-I", str(CSRC), *flags),
-        *(str(NATIVE / source), "-o", str(target), "-L", str(engine), "-lhvpipe_core"),
+        *(str(NATIVE / source), "-L", str(engine), "-lhvpipe_core"),
         *("-Wl,-rpath," + str(engine), "-pthread"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    target = BUILT / f"{Path(source).stem}-{_hash_of(command)}.so"
+    if target.exists():
+        return target
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+        made = Path(folder) / target.name
+        done = subprocess.run(
+            [*command, "-o", str(made)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        os.replace(made, target)  # another worker may have made the same
     return target
+
+
+def _hash_of(command: list[str]) -> str:
+    """Hash a command, and the files that it may read: the engine, its sources, and those of the tests."""
+    engine = native_directory()
+    files = [*engine.glob("libhvpipe_core*"), *CSRC.rglob("*"), *NATIVE.iterdir()]
+    found = hashlib.sha256("\0".join([*command, os.environ.get("CPATH", "")]).encode())
+    found.update(os.fsencode(Path(compiler()).resolve()))
+    for path in sorted(path for path in files if path.is_file()):
+        found.update(os.fsencode(path) + path.read_bytes())
+    return found.hexdigest()[:16]

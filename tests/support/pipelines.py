@@ -27,11 +27,8 @@ WITHIN = 1e-5
 
 def mlp() -> keras.Model:
     """Build dense layers, one of them regularized."""
-    model = keras.Sequential([keras.Input((12,))])
-    for _ in range(4):
-        model.add(layers.Dense(10, activation="tanh", kernel_regularizer="l2"))
-    model.add(layers.Dense(4))
-    return model
+    hidden = [layers.Dense(10, activation="tanh", kernel_regularizer="l2") for _ in range(4)]
+    return keras.Sequential([keras.Input((12,)), *hidden, layers.Dense(4)])
 
 
 def small() -> keras.Model:
@@ -89,10 +86,16 @@ Build = Callable[[], keras.Model]
 MODELS: dict[str, Build] = {"mlp": mlp, "resnet": resnet, "transformer": transformer, "unet": unet}
 
 
+@cache
+def input_shape(build: Build) -> tuple[int, ...]:
+    shape: tuple[int, ...] = build().input_shape[1:]
+    return shape
+
+
 def batches(build: Build, count: int = STEPS * BATCH) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs for the model, and labels."""
     rng = np.random.default_rng(3)
-    shape = (count, *build().input_shape[1:])
+    shape = (count, *input_shape(build))
     whole_numbers = build is transformer
     x = rng.integers(0, 11, shape) if whole_numbers else rng.normal(size=shape).astype(np.float32)
     return x, rng.integers(0, 4, count)

@@ -50,11 +50,11 @@ hvpipe.shutdown()
 
 
 def test_again_within_the_same_epoch(tmp_path: Path) -> None:
-    """Regression: steps on 2 ranks and on 3 were added up, and the next resume read over too many batches."""
+    """Regression: steps on 1 rank and on 2 were added up, and the next resume read over too many batches."""
     script, folder = tmp_path / "job.py", tmp_path / "run"
     script.write_text(COUNTING)
     saved = []
-    for size, batches in ((2, 12 + 6), (3, 4), (3, -1)):
+    for size, batches in ((1, 24 + 6), (2, 4), (2, -1)):
         result = launch(size, [script, str(folder), str(batches)], limit_s=240)
         assert result.returncode == 0, result.describe()
         saved.append(read_manifest(folders.complete(folder)[0]).position)
@@ -62,9 +62,9 @@ def test_again_within_the_same_epoch(tmp_path: Path) -> None:
     before = saved[0].epoch_samples
     assert 0 < before < saved[1].epoch_samples
     (found,) = (json.loads(line) for line in result.output.splitlines() if line.startswith("["))
-    rounds = (24 - before) // 3
-    wanted = [1 / 2] * before + [1 / 3] * (3 * rounds) + [0.0] * (24 - before - 3 * rounds)
-    np.testing.assert_allclose(np.array(found) - 1 / 2, wanted, rtol=0, atol=1e-6)
+    rounds = (24 - before) // 2
+    wanted = [1.0] * before + [1 / 2] * (2 * rounds) + [0.0] * (24 - before - 2 * rounds)
+    np.testing.assert_allclose(np.array(found) - 1.0, wanted, rtol=0, atol=1e-6)
 
 
 SCRIPT = """

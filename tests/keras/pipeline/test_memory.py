@@ -40,8 +40,8 @@ resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 pipe = hk.pipeline_parallel(build)
 pipe.compile("adam", "mse")
 x = np.ones((16, SIDE), np.float32) / SIDE
-history = pipe.fit(x, np.zeros((16, SIDE), np.float32), batch_size=16, epochs=2, verbose=0)
-print("trained", len(history.history["loss"]), "epochs", flush=True)
+history = pipe.fit(x, np.zeros((16, SIDE), np.float32), batch_size=16, verbose=0)
+print("trained with loss", history.history["loss"], flush=True)
 hvpipe.shutdown()
 """
 
@@ -58,4 +58,4 @@ def test_a_model_too_large_for_one_rank_trains_on_four(tmp_path: Path) -> None:
     assert any(words in alone.output for words in SHORT_OF_MEMORY), alone.describe()
     together = launch(4, [script], limit_s=300)
     assert together.returncode == 0, together.describe()
-    assert together.output.count("trained 2 epochs") == 4
+    assert together.output.count("trained with loss [") == 4

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,7 @@ def world() -> Iterator[None]:
     iterate, untuned = tf.data.Dataset.__iter__, tf.data.Options()
     untuned.autotune.enabled = False
     tf.data.Dataset.__iter__ = lambda dataset: iterate(dataset.with_options(untuned))
+    slice_arrays_without_tracing()
     if os.environ.get("WITHOUT_GRAPH_OPTIMIZER"):
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     hvpipe.init()
@@ -47,6 +49,30 @@ def world() -> Iterator[None]:
     gc.freeze()
     yield
     hvpipe.shutdown()
+
+
+def slice_arrays_without_tracing() -> None:
+    """Let `fit`, `evaluate` and `predict` cut arrays that stay in order into the same batches with less work.
+
+    Keras traces four functions for each call, which took a seventh of the time of pipelines.
+    """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+    from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable
+
+    usual = ArrayDataAdapter.get_tf_dataset
+
+    def sliced(adapter: Any) -> Any:
+        inputs = keras.tree.lists_to_tuples(convert_to_sliceable(adapter._inputs, "tensorflow"))
+        dense = all(isinstance(x, (np.ndarray, tf.Tensor)) for x in keras.tree.flatten(inputs))
+        if adapter._shuffle or not dense:
+            return usual(adapter)
+        whole = not adapter._partial_batch_size
+        return tf.data.Dataset.from_tensor_slices(inputs).batch(adapter._batch_size, drop_remainder=whole)
+
+    ArrayDataAdapter.get_tf_dataset = sliced
 
 
 @pytest.fixture(autouse=True)

@@ -60,6 +60,7 @@ def assert_close(found: Any, expected: Any, dtype: tf.DType, what: str) -> None:
 # One case has many tensors, because a graph takes long to trace. In a graph, their calls overlap.
 
 
+@pytest.mark.three_suffice
 def test_sums(run: Any) -> None:
     shapes = ((), (7,), (3, 2, 2), (0,), (4, 0))
     cases = {f"{dtype.name}{shape}": (shape, dtype) for dtype in (*INTEGERS, *FLOATS) for shape in shapes}
@@ -73,6 +74,7 @@ def test_sums(run: Any) -> None:
 REDUCTIONS = {hvd.Min: np.min, hvd.Max: np.max, hvd.Product: np.prod, hvd.Average: np.mean}
 
 
+@pytest.mark.three_suffice
 def test_other_operations(run: Any) -> None:
     cases = {f"{dtype.name} {op}": (op, dtype) for dtype in (tf.int32, *FLOATS) for op in REDUCTIONS}
     mine = {name: values_of(hvd.rank(), (5, 2), dtype) for name, (_, dtype) in cases.items()}
@@ -84,6 +86,7 @@ def test_other_operations(run: Any) -> None:
         assert_close(found[name], np.trunc(expected) if dtype.is_integer else expected, dtype, name)
 
 
+@pytest.mark.three_suffice
 def test_factors_before_and_after(run: Any) -> None:
     mine = values_of(hvd.rank(), (5,), tf.float64)
     found = run(
@@ -94,6 +97,7 @@ def test_factors_before_and_after(run: Any) -> None:
     np.testing.assert_array_equal(whole, np.full(3, hvd.size()))  # cut off on each rank
 
 
+@pytest.mark.three_suffice
 def test_average_is_the_default_and_the_older_argument_still_works() -> None:
     mine = tf.constant([float(hvd.rank())])
     assert hvd.allreduce(mine).numpy() == pytest.approx((hvd.size() - 1) / 2)
@@ -102,6 +106,7 @@ def test_average_is_the_default_and_the_older_argument_still_works() -> None:
         hvd.allreduce(mine, average=True, op=hvd.Sum)
 
 
+@pytest.mark.three_suffice
 @pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
 def test_compression_returns_the_type_that_was_given(run: Any, compression: Any) -> None:
     found = run(lambda: hvd.allreduce(tf.ones([4], tf.float64), compression=compression, op=hvd.Sum))
@@ -109,6 +114,7 @@ def test_compression_returns_the_type_that_was_given(run: Any, compression: Any)
     np.testing.assert_array_equal(found, np.full(4, hvd.size()))
 
 
+@pytest.mark.three_suffice
 def test_a_group_has_tensors_of_several_types_and_slices(run: Any) -> None:
     rank = hvd.rank()
 
@@ -151,6 +157,7 @@ def test_reducescatter_gives_the_first_ranks_one_row_more(run: Any) -> None:
         np.testing.assert_allclose(found[name], expected, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.three_suffice
 def test_grouped_reducescatter(run: Any) -> None:
     found = run(lambda: hvd.grouped_reducescatter([tf.ones([4, 2]), tf.ones([2], tf.int32)], op=hvd.Sum))
     lengths = [len(part) for part in np.array_split(np.arange(4), hvd.size())]
@@ -172,6 +179,7 @@ def test_allgather_of_other_lengths(run: Any) -> None:
         np.testing.assert_array_equal(wide(found[name]), wide(np.concatenate(everyones)), err_msg=name)
 
 
+@pytest.mark.three_suffice
 def test_grouped_allgather(run: Any) -> None:
     rank = hvd.rank()
     found = run(lambda: hvd.grouped_allgather([tf.fill([rank, 2], rank), tf.constant([float(rank)])]))
@@ -205,6 +213,7 @@ def test_alltoall_with_and_without_splits(run: Any) -> None:
     np.testing.assert_array_equal(rows[:, 0], np.repeat(np.arange(size), rank))
 
 
+@pytest.mark.three_suffice
 def test_variables_and_objects() -> None:
     variables = [tf.Variable(float(hvd.rank())), tf.Variable(hvd.rank())]
     hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
@@ -220,6 +229,7 @@ def test_variables_and_objects() -> None:
     assert hvd.broadcast_object_fn(0)(hvd.rank()) == 0
 
 
+@pytest.mark.three_suffice
 def test_names_of_hvpipe_keras(run: Any) -> None:
     rank, size = hk.rank(), hk.size()
     mine, everyone_s = tf.constant([float(rank), 1.0]), np.stack([np.arange(size), np.ones(size)], 1)
@@ -283,6 +293,7 @@ def test_ranks_may_call_in_other_orders() -> None:
         np.testing.assert_array_equal(value, np.full(place + 1, hvd.size()))
 
 
+@pytest.mark.three_suffice
 def test_a_constant_is_sent_anew_at_every_run() -> None:
     """TensorFlow must not compute a call with constant inputs while it optimises the graph."""
     graph = tf.function(lambda: hvd.allreduce(tf.ones([2]), op=hvd.Sum, name="constant"))
@@ -294,6 +305,7 @@ def test_a_constant_is_sent_anew_at_every_run() -> None:
         np.testing.assert_array_equal(total, np.full(2, 1 + turn * (hvd.size() - 1)))
 
 
+@pytest.mark.three_suffice
 def test_in_a_loop_of_a_graph() -> None:
     @tf.function
     def loop() -> Any:
@@ -305,6 +317,7 @@ def test_in_a_loop_of_a_graph() -> None:
     np.testing.assert_array_equal(loop(), np.full(2, 31.0))
 
 
+@pytest.mark.three_suffice
 def test_two_uses_of_a_name_at_once_are_an_error() -> None:
     if hvd.size() == 1:
         pytest.skip("one rank never waits")
@@ -343,6 +356,7 @@ def gradient_of(run: Any, function: Callable[[Any], Any], at: Any) -> Any:
     return run(call)
 
 
+@pytest.mark.three_suffice
 def test_gradients(run: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
     at = np.full((size, 2), float(rank + 1), np.float32)
@@ -415,6 +429,7 @@ def test_ranks_with_less_data_join() -> None:
 # --- Ranks that differ ------------------------------------------------------------------------------------
 
 
+@pytest.mark.three_suffice
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -440,6 +455,7 @@ def test_ranks_that_differ_all_get_an_error_and_go_on(call: Any, told: str) -> N
     assert hvd.allreduce(tf.ones([]), op=hvd.Sum).numpy() == hvd.size()
 
 
+@pytest.mark.three_suffice
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -458,6 +474,7 @@ def test_bad_input_on_one_rank_is_told_on_all(call: Any, told: str) -> None:
     assert hvd.allreduce(tf.ones([]), op=hvd.Sum).numpy() == hvd.size()
 
 
+@pytest.mark.three_suffice
 def test_rows_that_the_ranks_cannot_share() -> None:
     if hvd.size() == 1:
         pytest.skip("one rank keeps all rows")
@@ -465,6 +482,7 @@ def test_rows_that_the_ranks_cannot_share() -> None:
         hvd.alltoall(tf.ones([hvd.size() + 1]))
 
 
+@pytest.mark.three_suffice
 def test_arguments_that_do_not_fit() -> None:
     with pytest.raises(NotImplementedError, match="IndexedSlices"):
         hvd.allreduce(tf.IndexedSlices(tf.ones([1]), tf.constant([0]), tf.constant([1])), op=hvd.Max)

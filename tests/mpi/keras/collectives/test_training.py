@@ -262,6 +262,7 @@ def test_state_callbacks() -> None:
 # --- BatchNormalization over all ranks --------------------------------------------------------------------
 
 
+@pytest.mark.three_suffice
 @pytest.mark.every_size
 @pytest.mark.parametrize("layer", ["own class", "replaced"])
 def test_statistics_of_the_whole_batch(layer: str) -> None:

@@ -123,4 +123,5 @@ def test_epochs_of_unknown_length_with_accumulation_or_several_steps(
 
     linear = run("none")
     assert_same_bits(run("step"), linear)
-    assert_same_bits(run("backward"), linear)
+    if execution == 1:  # it updates by the code of "none"
+        assert_same_bits(run("backward"), linear)

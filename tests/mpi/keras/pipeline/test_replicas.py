@@ -128,6 +128,7 @@ def test_replicas_predict_the_same_after_training() -> None:
     np.testing.assert_allclose(found, np.repeat(found[:1], 8, axis=0), rtol=1e-6)
 
 
+@pytest.mark.three_suffice
 @pytest.mark.every_size
 def test_batches_smaller_than_the_replicas_are_evaluated() -> None:
     """The last batch has a single sample."""
@@ -144,6 +145,7 @@ def test_batches_smaller_than_the_replicas_are_evaluated() -> None:
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
 
 
+@pytest.mark.three_suffice
 @pytest.mark.parametrize("shares", [pytest.param((), marks=pytest.mark.every_size), (0.7, 0.1)])
 def test_batches_smaller_than_the_replicas_are_trained_on(shares: tuple[float, ...]) -> None:
     """In the last batches, one replica may get all samples.

@@ -212,6 +212,7 @@ def tied() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(4)(shared(x)))
 
 
+@pytest.mark.three_suffice
 @pytest.mark.every_size
 @pytest.mark.older_tensorflow
 def test_a_layer_shared_by_stages_stays_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +286,7 @@ def resident_mb(what: str) -> float:
     return int(re.search(rf"{what}:\s+(\d+) kB", status)[1]) / 1e3  # type: ignore[index]
 
 
+@pytest.mark.three_suffice
 @pytest.mark.every_size
 def test_a_plan_decides_which_rank_runs_which_stage(tmp_path: Path) -> None:
     """The plan is made for this run's ranks, in its own order, and read from a file."""
@@ -305,6 +307,7 @@ def test_a_plan_decides_which_rank_runs_which_stage(tmp_path: Path) -> None:
     np.testing.assert_allclose(history["loss"], plain("mlp").history["loss"], rtol=WITHIN)
 
 
+@pytest.mark.three_suffice
 @pytest.mark.every_size
 def test_a_placement_other_than_a_pipeline_runs_too() -> None:
     """The layers are dealt to all ranks in turn, as the baseline "round_robin" does."""
