@@ -14,7 +14,7 @@ import pytest
 
 import hvpipe
 from arrays import DTYPES
-from devices import WAYS, Libraries, OnDevice, needs_others, open_engine, values_of
+from devices import WAYS, Libraries, OnDevice, finish_stream, needs_others, open_engine, values_of
 from hvpipe.comm.engine import Engine
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.buckets import Gradient, plan_buckets
@@ -348,6 +348,7 @@ def test_device_and_managed_arrays_are_taken_by_dlpack(device_engine: Engine, ki
     mine = values_of(hvpipe.rank(), 100, "float32")
     out = np.full(100, np.nan, np.float32)
     device_engine.allreduce(ByDlpack(mine, kind), op="sum", out=ByDlpack(out, kind))
+    assert finish_stream(1, 20)
     np.testing.assert_array_equal(out, sum(values_of(r, 100, "float32") for r in range(hvpipe.size())))
     with pytest.raises(HvpipeError, match=r"C-contiguous device array.*a stride of 4 elements where 1"):
         device_engine.allreduce(ByDlpack(np.ones((4, 4), np.float32).T, kind), out=ByDlpack(out, kind))

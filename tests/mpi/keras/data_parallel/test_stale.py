@@ -93,7 +93,7 @@ def test_digits_within_a_point_of_exact() -> None:
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss=criterion, metrics=["accuracy"])
         hk.data_parallel(model, overlap, warmup_steps=40)
         data = tf.data.Dataset.from_tensor_slices((x[train], y[train])).shuffle(1400, seed=2).batch(batch)
-        fit(model, hk.shard(data), epochs=9)
+        fit(model, hk.shard(data), epochs=15)
         assert_same_on_all_ranks(state_of(model))
         found: float = model.evaluate(x[test], y[test], verbose=0)[1]
         return found
