@@ -91,7 +91,7 @@ class Bench {
     Put(chain, ones);
     for (int i = 0; i < 40; ++i) {
       device_.ScaleAndCast({{chain, chain, large}}, DType::kFloat32, DType::kFloat32, i < 20 ? 2.0 : 0.5,
-                           nullptr, stream_);
+                           stream_);
     }
     device_.ScaleAndCast({{chain, chain, large}}, DType::kFloat32, DType::kFloat32, 3.0, stream_);
     const Device::Event event = device_.MakeEvent();
@@ -252,8 +252,7 @@ int main(int argc, char** argv) {
       void* const in = device->Allocate(kCount * sizeof(float));
       void* const out = device->Allocate(kCount * sizeof(float));
       bench.Put(in, numbers);
-      device->ScaleAndCast({{in, out, kCount}}, DType::kFloat32, DType::kFloat32, 0.3, nullptr,
-                           bench.stream());
+      device->ScaleAndCast({{in, out, kCount}}, DType::kFloat32, DType::kFloat32, 0.3, bench.stream());
       const auto found = bench.Get(out, kCount);
       double largest = 0;
       for (std::size_t i = 0; i < kCount; ++i) {

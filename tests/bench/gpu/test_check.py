@@ -19,7 +19,7 @@ from bench.gpu import rows as gpu_rows
 from bench.gpu.sizes import RESNET50, Sizes
 from bench.gpu.thin import thin
 from gpu_stand_in import StandIn
-from native_build import build
+from native_build import build, compiler
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -104,6 +104,14 @@ def test_a_wrong_result_on_any_rank_and_a_part_that_raises_are_failures(
     ways = ("2 ranks, host", "2 ranks, NCCL", "4 ranks, NCCL")
     assert set(wrong) == {f"{way}: {one}" for way in ways for one in sums}
     assert "!! 2 ranks, NCCL: all-reduce float32 " in capsys.readouterr().out
+
+
+def test_the_driver_compiles() -> None:
+    """Regression: nothing but the check on a GPU compiled it."""
+    driver = REPOSITORY / "bench/gpu/one_rank_driver.cc"
+    command = [compiler(), "-std=c++17", "-fsyntax-only", "-I", str(REPOSITORY / "csrc"), str(driver)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_rows_of_the_driver() -> None:
