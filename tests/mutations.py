@@ -436,15 +436,15 @@ DEVICE = (
     ),
     on_device(
         "a rank sends another's share between hosts",
-        "CopyToHost(reduce.host, mine,",
+        "CopyToHost(reduce.host, share.data,",
         "CopyToHost(reduce.host, reduce.out,",
         *(BUCKETS, ORDER),
         ranks=4,
     ),
     on_device(
         "a share from another host goes to the place of another rank",
-        "device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);",
-        "device->device->CopyFromHost(reduce.out, reduce.host, share.count * element, stream);",
+        "device->device->CopyFromHost(share.data, reduce.host, bytes, stream);",
+        "device->device->CopyFromHost(reduce.out, reduce.host, bytes, stream);",
         *(BUCKETS, ORDER),
         ranks=4,
     ),

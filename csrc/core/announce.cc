@@ -139,16 +139,14 @@ void GradientBuckets::AddDeviceStages(Operation& operation, Bucket& bucket) {
   bucket.arrival = MakeOperation(bucket.layout);
   reducer.AddScatter(operation, reduce);
   reducer.AddGather(*bucket.gather, reduce, arrived.get());
-  bucket.arrival->AddStage([&device, arrived](const Operation&) {
-    return std::make_unique<DeviceArrival>(*device.device, device.ranks.get(), arrived.get(), arrived);
-  });
+  AddArrival(*bucket.arrival, *device.device, device.ranks.get(), arrived.get());
   operation.check = [this, gather = bucket.gather](Operation&) { progress_.MakeReady(gather); };
   bucket.gather->check = [this, arrival = bucket.arrival](Operation&) { progress_.MakeReady(arrival); };
   bucket.gather->finished = [this, &bucket, handed_out](const Error* error) {
     if (error == nullptr) EndLaunching(bucket, handed_out);
   };
   operation.finished = nullptr;
-  bucket.arrival->finished = [this, &bucket, handed_out](const Error* error) {
+  bucket.arrival->finished = [this, &bucket, handed_out, arrived](const Error* error) {
     EndReducing(bucket, error, handed_out.get());
   };
 }

@@ -59,7 +59,6 @@ void DeviceReducer::AddAllReduce(Operation& operation, const DeviceReduce& reduc
   RankDevice* const device = &device_;
   if (device->nccl_connects_all()) {
     AddNccl(operation, reduce.begun, reduce.ended, [=](Device::Stream stream) {
-      if (reduce.buffer != nullptr) reduce.buffer->Register();
       device->ranks->AllReduce(reduce.in, reduce.out, reduce.count, reduce.dtype, stream);
     });
     return;
@@ -74,10 +73,10 @@ void DeviceReducer::AddAllReduce(Operation& operation, const DeviceReduce& reduc
   });
 }
 
-Range DeviceReducer::Share(const DeviceReduce& reduce) const {
+DeviceReducer::Share DeviceReducer::ShareOf(const DeviceReduce& reduce) const {
   const NcclCommunicator& ranks = *device_.ranks;
-  const std::size_t count = reduce.count / static_cast<std::size_t>(ranks.size());
-  return {count * static_cast<std::size_t>(ranks.rank()), count};
+  return {ranks.ShareOfRank(reduce.out, reduce.count, reduce.dtype),
+          reduce.count / static_cast<std::size_t>(ranks.size())};
 }
 
 void DeviceReducer::AddScatter(Operation& operation, const DeviceReduce& reduce) {
@@ -88,27 +87,24 @@ void DeviceReducer::AddScatter(Operation& operation, const DeviceReduce& reduce)
   };
   // The gather comes behind it on the same stream.
   if (device->nccl_connects_all()) return AddNcclLaunch(operation, reduce.begun, scatter, [](auto) {});
-  const Range share = Share(reduce);
-  const std::size_t element = SizeOf(reduce.dtype);
-  char* const mine = static_cast<char*>(reduce.out) + share.first * element;
-  AddNccl(operation, reduce.begun, reduce.ended, scatter, [=](Device::Stream stream) {
-    device->device->CopyToHost(reduce.host, mine, share.count * element, stream);
-  });
+  const Share share = ShareOf(reduce);
+  const std::size_t bytes = share.count * SizeOf(reduce.dtype);
+  AddNccl(operation, reduce.begun, reduce.ended, scatter,
+          [=](Device::Stream stream) { device->device->CopyToHost(reduce.host, share.data, bytes, stream); });
   operation.AddStage([=, &route = route_](const Operation&) {
     return route.MakeRing(*device->rail, reduce.host, share.count, reduce.dtype, reduce.tag);
   });
 }
 
 void DeviceReducer::AddGather(Operation& operation, const DeviceReduce& reduce, Device::Event ended) {
-  const Range share = Share(reduce);
-  const std::size_t element = SizeOf(reduce.dtype);
-  char* const mine = static_cast<char*>(reduce.out) + share.first * element;
+  const Share share = ShareOf(reduce);
+  const std::size_t bytes = share.count * SizeOf(reduce.dtype);
   RankDevice* const device = &device_;
   AddNcclLaunch(
       operation, reduce.begun,
       [=](Device::Stream stream) {
         if (!device->nccl_connects_all()) {
-          device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);
+          device->device->CopyFromHost(share.data, reduce.host, bytes, stream);
         }
         device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);
       },

@@ -66,8 +66,12 @@ class DeviceReducer {
   void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, Enqueue copy);
 
  private:
-  // Of this rank among those that NCCL connects, in elements. All shares are equal.
-  Range Share(const DeviceReduce& reduce) const;
+  // What NCCL scatters to this rank: its address, and the number of elements, equal on all ranks.
+  struct Share {
+    char* data;
+    std::size_t count;
+  };
+  Share ShareOf(const DeviceReduce& reduce) const;
 
   RankDevice& device_;
   AllReduceRoute& route_;

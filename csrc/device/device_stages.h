@@ -2,7 +2,6 @@
 #pragma once
 
 #include <functional>
-#include <memory>
 #include <string>
 #include <utility>
 
@@ -34,12 +33,11 @@ class DeviceLaunch : public Collective {
 };
 
 // Done when the device has reached `event`. Throws an error that NCCL finds meanwhile in `ranks` (may be
-// null). `held` lives as long.
+// null).
 class DeviceArrival : public Collective {
  public:
-  DeviceArrival(Device& device, NcclCommunicator* ranks, Device::Event event,
-                std::shared_ptr<void> held = nullptr)
-      : device_(device), ranks_(ranks), event_(event), held_(std::move(held)) {}
+  DeviceArrival(Device& device, NcclCommunicator* ranks, Device::Event event)
+      : device_(device), ranks_(ranks), event_(event) {}
   bool Step() override;
   bool done() const override { return done_; }
   std::string Waiting() const override;
@@ -49,7 +47,6 @@ class DeviceArrival : public Collective {
   Device& device_;
   NcclCommunicator* const ranks_;
   Device::Event event_;
-  const std::shared_ptr<void> held_;
   bool done_ = false;
 };
 

@@ -117,7 +117,6 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  int rank() const { return rank_; }
   int size() const { return size_; }
   // Whether NCCL has finished its background work. Aborts and throws on an asynchronous error.
   bool Ready();
@@ -155,10 +154,11 @@ class NcclCommunicator {
   // another order.
   void BeginClose();
   void Close(double timeout_s);
+  // Where this rank's share of such a buffer begins.
+  char* ShareOfRank(void* buffer, std::size_t count, DType dtype) const;
 
  private:
   nccl::Communicator Usable() const;
-  char* ShareOfRank(void* buffer, std::size_t count, DType dtype) const;
 
   const NcclLibrary& library_;
   const std::shared_ptr<Device> device_;

@@ -190,10 +190,8 @@ void NcclSetup::ConnectByNccl() {
   if (options_.span == NcclSpan::kHost && topology_.hosts > 1) {
     ConnectInsideHosts(RailOf(all, static_cast<std::size_t>(topology_.local_rank),
                               static_cast<std::size_t>(topology_.local_size)));
-  } else {
-    if (MakeCommunicator({topology_.rank, topology_.size, 0})) {
-      device_->route = "by NCCL " + device_->library->VersionText();
-    }
+  } else if (MakeCommunicator({topology_.rank, topology_.size, 0})) {
+    device_->route = "by NCCL " + device_->library->VersionText();
   }
 }
 

@@ -425,11 +425,11 @@ class TakeMessageOp : public tf::OpKernel {
                          absl::MakeConstSpan(axes.data(), static_cast<std::size_t>(axes.size())), &shape));
       tf::Tensor* tensor = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(0, shape, &tensor));
-      EngineOrThrow()->device_messages().TakePosted(
-          context->input(0).scalar<std::int64_t>()(), tensor->data(),
-          static_cast<std::size_t>(tensor->NumElements()), EngineType(tensor->dtype()),
-          ComputeStream<kOnGpu>(context));
-      WaitOnCpu<kOnGpu>(*EngineOrThrow());
+      const auto engine = EngineOrThrow();
+      engine->device_messages().TakePosted(context->input(0).scalar<std::int64_t>()(), tensor->data(),
+                                           static_cast<std::size_t>(tensor->NumElements()),
+                                           EngineType(tensor->dtype()), ComputeStream<kOnGpu>(context));
+      WaitOnCpu<kOnGpu>(*engine);
     } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }

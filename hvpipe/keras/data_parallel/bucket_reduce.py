@@ -194,7 +194,7 @@ class BucketReducer:
         return tensors
 
     def together(self, tokens: Sequence[Any]) -> list[Any]:
-        """Return the tokens; with `on_stream`, once all buckets are submitted.
+        """Return the tokens; with `on_stream`, once all buckets are submitted. Collect only after that.
 
         A wait on TensorFlow's stream would delay the rest of backward.
         """
@@ -205,7 +205,6 @@ class BucketReducer:
 
     def collect_all(self, tokens: Sequence[Any]) -> list[Any]:
         """Return all reduced gradients, in the order of the variables."""
-        tokens = self.together(tokens)
         found: list[Any] = [None] * len(self.variables)
         for number, bucket in enumerate(self.plan.buckets):
             for place, gradient in zip(bucket.members, self.collect(number, tokens[number]), strict=True):
