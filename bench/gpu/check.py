@@ -159,9 +159,10 @@ def runs(devices: int, version: int) -> list[tuple[int, dict[str, str]]]:
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         shared = {"CUDA_VISIBLE_DEVICES": first, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     found: list[tuple[int, dict[str, str]]] = [(1, {}), (2, {**shared, "HVPIPE_NCCL_LIBRARY": "none"})]
-    if version >= (SHARES_A_GPU if devices == 1 else 1):
-        found.append((2, shared))
-    if version >= (1 if devices >= 4 else SHARES_A_GPU) and devices in (1, *range(4, 65)):
+    if version < (SHARES_A_GPU if devices == 1 else 1):
+        return found
+    found.append((2, shared))
+    if devices == 1 or devices >= 4:
         found.append((4, {**shared, "HVPIPE_RANKS_PER_HOST": "2", "HVPIPE_NCCL_SPAN": "host"}))
     return found
 
@@ -170,10 +171,14 @@ def runs(devices: int, version: int) -> list[tuple[int, dict[str, str]]]:
 def mps(devices: int) -> Iterator[str]:
     """Run CUDA's multi-process service, so that ranks on one GPU run side by side; yield what was done."""
     control = shutil.which("nvidia-cuda-mps-control")
-    if devices > 1 or control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        yield "not started: " + (
-            "each rank has a GPU" if devices > 1 else "there is none, or it runs already"
-        )
+    if devices > 1:
+        yield "not started: ranks do not share a GPU"
+        return
+    if control is None:
+        yield "not started: nvidia-cuda-mps-control is not installed"
+        return
+    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield "not started: CUDA_MPS_PIPE_DIRECTORY names one that runs"
         return
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = folder
@@ -261,7 +266,8 @@ def main() -> int:
         show([{"what": "MPS", "result": service, "ok": None}])
         planned = runs(devices, version)
         if len(planned) < 4:
-            result = f"left out: ranks that share a GPU need NCCL {SHARES_A_GPU}, found {version or 'none'}"
+            wanted = f"ranks that share a GPU need NCCL {SHARES_A_GPU}, and 4 ranks need 1 or at least 4 GPUs"
+            result = f"left out: {wanted}. Found: NCCL {version or 'none'}, {devices} GPUs"
             show([{"what": "2 ranks, NCCL, or 4 ranks", "result": result, "ok": None}])
         for ranks, settings in planned:
             show(run(ranks, settings, arguments.small, arguments.timeout))

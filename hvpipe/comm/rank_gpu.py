@@ -10,7 +10,7 @@ from typing import Any
 
 from hvpipe.comm.native import REBUILD, cuda_library, import_native
 from hvpipe.comm.settings import Settings
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, listed
 from hvpipe.log import logger
 
 _MADE_BY_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one in WSL 2
@@ -146,7 +146,7 @@ def open_gpus_of_all(core: Any, settings: Settings, ordinal: int | None, route: 
     else:
         without = [str(rank) for rank, each in enumerate(found) if each != _GPU]
         why = (
-            f"ranks {', '.join(without)} of {len(found)} have no GPU that TensorFlow sees, or a hvpipe that "
+            f"ranks {listed(without)} of {len(found)} have no GPU that TensorFlow sees, or a hvpipe that "
             f"was built without its GPU library (`hvpipe doctor` says which)"
         )
     if settings.nccl_library not in ("", "none"):

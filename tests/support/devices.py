@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -68,6 +70,13 @@ def finish_stream(stream: int, limit_s: float) -> bool:
     finish = ctypes.CDLL(path).fake_device_finish
     finish.argtypes = [ctypes.c_void_p, ctypes.c_double]
     return bool(finish(stream, limit_s))
+
+
+def wait_until(done: Callable[[], bool], limit_s: float = 20) -> None:
+    """Wait until `done`, for at most `limit_s`. The caller then asserts what it waited for."""
+    end_s = time.monotonic() + limit_s
+    while not done() and time.monotonic() < end_s:
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True)

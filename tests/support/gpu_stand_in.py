@@ -12,10 +12,8 @@ import numpy as np
 
 from bench.gpu import check_worker
 from bench.gpu.interface import Numbers
-from devices import finish_stream
+from devices import TYPESTR, finish_stream
 from hvpipe.comm.engine import Engine
-
-TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V2"}
 
 
 class OnDevice(np.ndarray[Any, Any]):

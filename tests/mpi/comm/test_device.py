@@ -14,7 +14,16 @@ import pytest
 
 import hvpipe
 from arrays import DTYPES
-from devices import WAYS, Libraries, OnDevice, finish_stream, needs_others, open_engine, values_of
+from devices import (
+    WAYS,
+    Libraries,
+    OnDevice,
+    finish_stream,
+    needs_others,
+    open_engine,
+    values_of,
+    wait_until,
+)
 from hvpipe.comm.engine import Engine
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.buckets import Gradient, plan_buckets
@@ -311,9 +320,7 @@ def test_the_buffers_of_a_removed_plan_are_freed(libraries: Libraries, way: str)
             wanted = sum(values_of(r, array.values.size, "float32") for r in range(hvpipe.size()))
             np.testing.assert_array_equal(array.values, wanted)
         engine.remove_plan(plan_id)
-        end_s = time.monotonic() + 20
-        while things(device, nccl) != (held, of_nccl, registered) and time.monotonic() < end_s:
-            time.sleep(0.01)
+        wait_until(lambda: things(device, nccl) == (held, of_nccl, registered))
         assert things(device, nccl) == (held, of_nccl, registered)
     with pytest.raises(HvpipeError, match="was removed"):
         engine.core.begin_step(plan_id, 1, 1.0, True)

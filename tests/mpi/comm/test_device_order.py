@@ -6,7 +6,6 @@ So after a forgotten wait, work reads what is not written yet, or what is alread
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 import hvpipe
-from devices import WAYS, Libraries, OnDevice, needs_others, open_engine, values_of
+from devices import WAYS, Libraries, OnDevice, needs_others, open_engine, values_of, wait_until
 from hvpipe.comm.engine import Engine
 from hvpipe.plan.buckets import Gradient, plan_buckets
 
@@ -162,9 +161,7 @@ def test_a_removed_plan_ends_after_its_sums_were_read(device_engine: Engine, lib
     held = device.things_held()
     plan_id, (sums,) = take_steps(device_engine, "removed", 1)
     device_engine.remove_plan(plan_id)
-    end_s = time.monotonic() + 20
-    while device.things_held() > held and time.monotonic() < end_s:
-        time.sleep(0.01)
+    wait_until(lambda: device.things_held() <= held)
     assert device.things_held() == held
     for out in sums:
         np.testing.assert_array_equal(out.values, sum_of(len(out)))
