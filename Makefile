@@ -9,7 +9,7 @@
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
 #   make horovod-test     start examples/train.py with a real horovodrun
-#   make setup | lint | plan | races | rest | keras | cuda | wheel | format | clean
+#   make setup | lint | plan | races | rest | keras | cuda | wheel | mpich | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
 
@@ -46,7 +46,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel other other-setup mutations races sanitize peers peers-test horovod-test \
+.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel mpich other other-setup mutations races sanitize peers peers-test horovod-test \
     format clean
 
 help:
@@ -64,7 +64,7 @@ train: setup
 
 # The first steps keep one core busy each, so they run two at a time and show failures early. The last steps keep
 # all cores busy. The first failure ends the run. Each step prints how long it took.
-FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint races cuda wheel other-setup)
+FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint races cuda wheel mpich other-setup)
 LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),other $(if $(wildcard .venv-peers/.stamps/horovod-*),horovod-test))
 
 test: setup
@@ -99,6 +99,10 @@ cuda:
 
 wheel: setup
 	@$(TIMED) "wheel" .ci/wheel.sh $(VENV) $(CONSTRAINTS)
+
+# Ranks on another MPI. The first time it builds hvpipe a second time.
+mpich: setup
+	@$(TIMED) "engine and a training on MPICH" .ci/mpich.sh $(VENV) $(CONSTRAINTS)
 
 # The tests marked older_tensorflow.
 keras: setup
@@ -146,7 +150,7 @@ format: setup
 	@$(CPP_FILES) | xargs -r $(BIN)/clang-format -i
 
 clean:
-	rm -rf .venv .venv-tf* .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-tf* .venv-mpich .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache
 
 # The pages and the API reference, in build/site. Fails on broken links and names. Needs no network.
 .PHONY: docs

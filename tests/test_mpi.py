@@ -71,6 +71,7 @@ OF_BITS = (
 OTHER_THAN_BITS = tuple(name for name in OTHER_KERAS if name not in OF_BITS)
 ON_ONE = (*OTHER_KERAS, *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")))
 COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
+CALLS = (*COLLECTIVES, "mpi/comm/test_messages.py")
 # These cases mostly wait for deadlines, so not every suite runs them.
 ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
 WITHOUT_ERRORS = tuple(
@@ -111,13 +112,16 @@ SUITES = (
     Suite("comm", ("mpi/comm",), (ALONE, 1)),
     Suite("comm", WITHOUT_ERRORS, (2,)),
     Suite("comm", WITHOUT_DEVICES, (4,)),
-    Suite("comm hosts", WITHOUT_DEVICES, (3,), env=TWO_TO_A_HOST),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
-    Suite("comm ring", WITHOUT_DEVICES, (3,), env=RING),
     # As over Horovod: named collectives carry the engine's communication.
-    Suite("comm over calls", (*COLLECTIVES, "mpi/comm/test_messages.py"), (2, 3), env=OVER_CALLS),
+    Suite("comm over calls", CALLS, (2,), env=OVER_CALLS),
     # Every message travels in many pieces.
-    Suite("comm tiny pieces", COLLECTIVES, (2, 3), env={**TWO_TO_A_HOST, **TINY}),
+    Suite("comm tiny pieces", COLLECTIVES, (2,), env={**TWO_TO_A_HOST, **TINY}),
+    # Three ranks prove these on another MPI than the rest: `make mpich`.
+    Suite("mpich hosts", WITHOUT_DEVICES, (3,), env=TWO_TO_A_HOST, part_of="mpich"),
+    Suite("mpich ring", WITHOUT_DEVICES, (3,), env=RING, part_of="mpich"),
+    Suite("mpich over calls", CALLS, (3,), env=OVER_CALLS, part_of="mpich"),
+    Suite("mpich tiny pieces", COLLECTIVES, (3,), env={**TWO_TO_A_HOST, **TINY}, part_of="mpich"),
     Suite("quick", EVERY_KERAS, (2,), only="quick", part_of="quick"),
     Suite("quick comm", COLLECTIVES, (2,), part_of="quick"),
     Suite("older", EVERY_KERAS, (2,), 1800.0, only=OLDER, part_of=OLDER),

@@ -193,7 +193,11 @@ void ProcessSet::Allgather(const Call& call, const std::vector<std::int64_t>& ro
     const RowType row(tensor);
     const std::vector<int> counts = AsCounts(mine);
     const std::vector<int> starts = StartsOf(counts);
-    HVPIPE_MPI(MPI_Allgatherv(call.inputs[i], counts[static_cast<std::size_t>(place_)], row.get(), output,
+    // A caller may have put its rows where they belong. MPI takes no buffer twice but by this name.
+    const std::size_t place = static_cast<std::size_t>(place_);
+    const std::int64_t bytes_before = starts[place] * BytesOf(tensor) / std::max(1, counts[place]);
+    const bool in_place = call.inputs[i] == static_cast<char*>(output) + bytes_before;
+    HVPIPE_MPI(MPI_Allgatherv(in_place ? MPI_IN_PLACE : call.inputs[i], counts[place], row.get(), output,
                               counts.data(), starts.data(), row.get(), communicator_));
   }
 }

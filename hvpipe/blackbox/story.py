@@ -149,6 +149,8 @@ def verdict(flights: Sequence[Flight]) -> str:
             longest = max(frozen, key=_frozen_s)
             waiting = {rank: wait for rank, wait in waiting.items() if rank != longest.rank}
             said = f"{_name(longest)} {_frozen_words(longest)}"
+        elif all(one.ended_s is None for one in flights):
+            return _all_killed(flights)
         elif not waiting:
             return "All ranks ended at the same time, and none of them waited for another."
         elif late:
@@ -165,6 +167,15 @@ def verdict(flights: Sequence[Flight]) -> str:
         return f"{said}."
     wait = waiting[max(waited, key=waited.__getitem__)]
     return f"{said}. {_ranks(sorted(waiting)).capitalize()} waited, up to {waited_s:.1f} s, in {wait.what}."
+
+
+def _all_killed(flights: Sequence[Flight]) -> str:
+    pids = [f"rank {one.rank} on {one.host} is {one.pid}" for one in flights[:_MOST_NAMED]]
+    return (
+        "All ranks were killed within a second (SIGKILL, or the host's memory was used up). MPICH's launcher "
+        "kills all others as soon as one is lost: its message names the pid of the first. "
+        f"Pids: {', '.join(pids)}{', ...' if len(flights) > _MOST_NAMED else ''}."
+    )
 
 
 def document(records: Records) -> dict[str, Any]:

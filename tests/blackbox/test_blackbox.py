@@ -100,6 +100,12 @@ TOLD = {"signal": 15}
             "All ranks waited, and none ended before the others",
             id="a link",
         ),
+        pytest.param(
+            [flight(0, None, heard_s=5.1), flight(1, None, heard_s=5.1), flight(2, None, heard_s=5.2)],
+            None,
+            "names the pid of the first. Pids: rank 0 on h0 is 100, rank 1 on h0 is 101,",
+            id="killed, and the launcher killed the others at once",
+        ),
     ],
 )
 def test_who_ended_first(flights: list[Flight], first: int | None, says: str) -> None:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from hvpipe.comm.native import BuildInfo, mpi_fits, read_build_info, tensorflow_fits
+from hvpipe.comm.native import BuildInfo, check_mpi, mpi_fits, read_build_info, tensorflow_fits
+from hvpipe.errors import BuildMismatchError
 
 
 def test_the_build_is_read_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,6 +16,9 @@ def test_the_build_is_read_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "hvpipe._build_info", info)
     assert read_build_info() == BuildInfo(None, "MPICH Version: 4.2.3", None, None)
+    check_mpi("MPICH Version: 4.3.0")
+    with pytest.raises(BuildMismatchError, match=r"built with MPICH Version: 4\.2\.3, but Open MPI"):
+        check_mpi("Open MPI v5.0.11")
 
 
 def test_without_a_build_there_is_no_information(monkeypatch: pytest.MonkeyPatch) -> None:

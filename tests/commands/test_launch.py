@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from hvpipe.commands.hosts import HostSlots
-from hvpipe.commands.launch import LaunchSpec, exported_names, mpirun_command, thread_settings
+from hvpipe.commands.launch import (
+    LaunchSpec,
+    exported_names,
+    launcher_settings,
+    mpirun_command,
+    thread_settings,
+)
 from hvpipe.commands.mpirun import Mpirun
 from hvpipe.errors import LaunchError
 
 OPEN_MPI_5 = Mpirun("/mpi5/mpirun", "Open MPI", (5, 0, 11))
 OPEN_MPI_4 = Mpirun("/mpi4/mpirun", "Open MPI", (4, 1, 8))
 MPICH = Mpirun("/mpich/mpirun", "MPICH", (4, 2, 3))
+INTEL = Mpirun("/intel/mpirun", "Intel MPI", (2021, 19, 0))
 HOSTS = (HostSlots("a", 2), HostSlots("b", 2))
 SPEC = LaunchSpec(OPEN_MPI_5, 2, ("python", "-u", "train.py"), cores=8)
 
@@ -101,6 +109,17 @@ def words(spec: LaunchSpec) -> str:
             id="hosts, agent and interface, MPICH",
         ),
         pytest.param(
+            replace(SPEC, mpirun=INTEL, hosts=HOSTS, rsh_agent="/agent", network="eth1"),
+            "/intel/mpirun -np 2 -hosts a,b -ppn 2 -launcher rsh -launcher-exec /agent -iface eth1 "
+            "python -u train.py",
+            id="hosts, agent and interface, Intel MPI",
+        ),
+        pytest.param(
+            replace(SPEC, mpirun=INTEL, hosts=(HostSlots("a", 1), HostSlots("b", 2))),
+            "/intel/mpirun -np 2 -hosts a,b,b -ppn 1 python -u train.py",
+            id="unequal hosts, Intel MPI",
+        ),
+        pytest.param(
             replace(
                 SPEC,
                 hosts=HOSTS,
@@ -154,6 +173,33 @@ def test_more_bound_ranks_than_cores() -> None:
 def test_mpich_needs_an_interface_name() -> None:
     with pytest.raises(LaunchError, match=r"Received: --net '10.0.0.0/24'"):
         mpirun_command(replace(SPEC, mpirun=MPICH, network="10.0.0.0/24"))
+
+
+def test_settings_for_what_hydra_has_no_flags_for() -> None:
+    assert launcher_settings(replace(SPEC, network="eth1", allocated=True), {}) == {}
+    mpich = replace(SPEC, mpirun=MPICH, network="eth1")
+    network = {
+        "UCX_NET_DEVICES": "eth1",
+        "UCX_TLS": "tcp,sm,self",
+        "FI_PROVIDER": "tcp",
+        "FI_TCP_IFACE": "eth1",
+    }
+    assert launcher_settings(mpich, {}) == network
+    assert "UCX_TLS" not in launcher_settings(mpich, {"UCX_TLS": "all"})
+    in_slurm = launcher_settings(replace(SPEC, mpirun=MPICH, allocated=True), {"SLURM_MPI_TYPE": "pmix"})
+    assert in_slurm == {"SLURM_MPI_TYPE": "none"}
+
+
+@pytest.mark.parametrize(
+    ("bind", "expected"),
+    [
+        ("none", {"I_MPI_PIN": "off"}),
+        ("core", {"I_MPI_PIN_DOMAIN": "4"}),
+        ("socket", {"I_MPI_PIN_DOMAIN": "socket"}),
+    ],
+)
+def test_intel_mpi_binds_by_settings(bind: str, expected: Mapping[str, str]) -> None:
+    assert launcher_settings(replace(SPEC, mpirun=INTEL, bind=bind), {}) == expected
 
 
 def test_ranks_share_the_cores_of_a_host() -> None:

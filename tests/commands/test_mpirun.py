@@ -21,16 +21,23 @@ from hvpipe.errors import LaunchError
 OPEN_MPI_5 = Mpirun("/mpi5/mpirun", "Open MPI", (5, 0, 11))
 OPEN_MPI_4 = Mpirun("/mpi4/mpirun", "Open MPI", (4, 1, 8))
 MPICH = Mpirun("/mpich/mpirun", "MPICH", (4, 2, 3))
+INTEL = Mpirun("/intel/mpirun", "Intel MPI", (2021, 19, 0))
 
 SAYS_5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
 SAYS_4 = "mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
 SAYS_MPICH = "HYDRA build details:\n    Version:                                 4.2.3\n    CC:  gcc\n"
-SAYS_INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005\n"
+SAYS_INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 20260929 (id: 1821d9b)\n"
+SAYS_OTHER = "mpirun of Platform MPI, Version 9.1\n"
 
 
 @pytest.mark.parametrize(
     ("text", "family", "version"),
-    [(SAYS_5, "Open MPI", (5, 0, 11)), (SAYS_4, "Open MPI", (4, 1, 8)), (SAYS_MPICH, "MPICH", (4, 2, 3))],
+    [
+        (SAYS_5, "Open MPI", (5, 0, 11)),
+        (SAYS_4, "Open MPI", (4, 1, 8)),
+        (SAYS_MPICH, "MPICH", (4, 2, 3)),
+        (SAYS_INTEL, "Intel MPI", (2021, 19, 0)),
+    ],
 )
 def test_versions(text: str, family: str, version: tuple[int, ...]) -> None:
     mpirun = parse_mpirun_version("/x/mpirun", text)
@@ -39,7 +46,7 @@ def test_versions(text: str, family: str, version: tuple[int, ...]) -> None:
 
 
 def test_an_mpi_whose_flags_are_unknown() -> None:
-    assert parse_mpirun_version("/x/mpirun", SAYS_INTEL) is None
+    assert parse_mpirun_version("/x/mpirun", SAYS_OTHER) is None
 
 
 @pytest.mark.parametrize(
@@ -50,6 +57,8 @@ def test_an_mpi_whose_flags_are_unknown() -> None:
         (OPEN_MPI_4, "Open MPI v5.0.11", False),
         (MPICH, "MPICH Version: 4.2.3", True),
         (MPICH, "Open MPI v4.1.8", False),
+        (INTEL, "Intel(R) MPI Library 2021.19.0 for Linux* OS", True),
+        (INTEL, "MPICH Version: 4.2.3", False),
     ],
 )
 def test_belongs(mpirun: Mpirun, library: str, expected: bool) -> None:
@@ -83,9 +92,9 @@ def test_an_mpirun_of_the_builds_mpi_comes_first(tmp_path: Path) -> None:
 
 
 def test_an_unknown_mpirun_is_skipped(tmp_path: Path) -> None:
-    program(tmp_path / "intel" / "mpirun", SAYS_INTEL)
+    program(tmp_path / "other" / "mpirun", SAYS_OTHER)
     program(tmp_path / "system" / "mpiexec", SAYS_MPICH)
-    assert find_mpirun([tmp_path / "intel"], str(tmp_path / "system")).name == "MPICH 4.2.3"
+    assert find_mpirun([tmp_path / "other"], str(tmp_path / "system")).name == "MPICH 4.2.3"
 
 
 def test_no_mpirun(tmp_path: Path) -> None:
@@ -107,8 +116,8 @@ def test_without_a_virtual_environment_the_users_script_folder_is_searched(
 
 
 def test_only_an_unknown_mpirun(tmp_path: Path) -> None:
-    program(tmp_path / "mpirun", SAYS_INTEL)
-    with pytest.raises(LaunchError, match=r"supports Open MPI 4, .* Received: .*Intel\(R\) MPI"):
+    program(tmp_path / "mpirun", SAYS_OTHER)
+    with pytest.raises(LaunchError, match=r"supports Open MPI 4, .* Received: .*Platform MPI"):
         find_mpirun([tmp_path], None)
 
 

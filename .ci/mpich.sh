@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Build hvpipe against MPICH, run the suites that tests/test_mpi.py keeps for it, and train: mpich.sh VENV CONSTRAINTS.
+#
+# VENV has all packages but MPI. .venv-mpich adds MPICH and the build; build/venv-mpich keeps what was compiled.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=$PWD/$1 constraints=$PWD/$2 own=$PWD/.venv-mpich log=build/mpich.log
+
+if [ ! -x "$own/bin/mpirun" ]; then
+    rm -rf "$own"
+    echo "==> making $own"
+    "$venv/bin/python" -m venv --without-pip "$own"
+    packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+    packages "$venv" >"$(packages "$own")/others.pth" # the editable hvpipe in there is not seen
+    "$own/bin/python" -m pip install --quiet --no-deps -c "$constraints" mpich
+fi
+export PATH=$own/bin:$venv/bin:$PATH SKBUILD_BUILD_DIR=build/venv-mpich SKBUILD_CMAKE_DEFINE=HVPIPE_CUDA=OFF
+unset PYTHONPATH
+echo "==> building hvpipe against $("$own/bin/mpichversion" | head -n 1)"
+mkdir -p build
+"$own/bin/python" -m pip install --no-build-isolation --no-deps -e . >"$log" 2>&1 || { cat "$log" >&2; exit 1; }
+"$own/bin/python" -m pytest -q -m mpich -n 2 tests/test_mpi.py
+timeout 300 hvpipe run -np 2 examples/train.py --epochs 2 --progress epoch
