@@ -103,7 +103,7 @@ TOLD = {"signal": 15}
         pytest.param(
             [flight(0, None, heard_s=5.1), flight(1, None, heard_s=5.1), flight(2, None, heard_s=5.2)],
             None,
-            "names the pid of the first. Pids: rank 0 on h0 is 100, rank 1 on h0 is 101,",
+            "its message names the first. Pids: rank 0 on h0 is 100, rank 1 on h0 is 101,",
             id="killed, and the launcher killed the others at once",
         ),
     ],
