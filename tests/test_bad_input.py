@@ -8,6 +8,7 @@ MPI worlds that do not open are in comm/test_mpi.py; more ranks than slots are i
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 import hvpipe
-from distributed import ALONE, Run, environment, expect_fatal, launch, mpirun_command
+from distributed import ALONE, Run, environment, expect_fatal, launch, mpirun_command, run
 from hvpipe.commands.supervise import own_job_folder
 from hvpipe.trace.events import Trace
 from native_build import build
@@ -165,6 +166,16 @@ if rank == 1:
 hvpipe.allreduce(np.ones(9))
 """
     fails(tmp_path, INIT + script, "failing at")
+
+
+def test_a_rank_is_killed_and_the_launcher_does_not_notice(tmp_path: Path) -> None:
+    """As with srun without -K. A shell that stays hides the loss from mpirun."""
+    script = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nhvpipe.allreduce(np.ones(9))"
+    command = [*mpirun_command(3), "sh", "-c", '"$@"; sleep 50', "sh", sys.executable]
+    result = run([*command, str(write(tmp_path, INIT + script))], limit_s=30.0)
+    assert not result.timed_out, result.describe()
+    assert result.returncode != 0, result.describe()
+    assert re.search(r"PeerError: The process of rank 1 on \S+ \(pid \d+\) has ended", result.output)
 
 
 def test_a_gpu_that_is_lost_on_one_rank(tmp_path: Path) -> None:

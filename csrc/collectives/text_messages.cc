@@ -1,9 +1,11 @@
 // Sends and receives texts over a communicator of their own.
 #include "collectives/text_messages.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstring>
+#include <fstream>
 #include <iterator>
 #include <utility>
 
@@ -19,6 +21,9 @@ TextMessages::TextMessages(MPI_Comm communicator) : communicator_(communicator) 
   Owner mine;
   mine.pid = static_cast<int>(getpid());
   gethostname(mine.host, sizeof mine.host - 1);
+  struct stat space;
+  if (stat("/proc/self/ns/pid", &space) == 0) mine.pid_namespace = space.st_ino;
+  std::ifstream("/proc/sys/kernel/random/boot_id").getline(mine.boot, sizeof mine.boot);
   owners_.resize(static_cast<std::size_t>(size));
   HVPIPE_MPI(
       MPI_Allgather(&mine, sizeof mine, MPI_BYTE, owners_.data(), sizeof mine, MPI_BYTE, communicator_));
@@ -36,8 +41,9 @@ std::string TextMessages::NameOf(int rank) const {
 
 int TextMessages::LocalPid(int rank) const {
   const Owner& owner = owners_[static_cast<std::size_t>(rank)];
-  const bool here = std::strcmp(owner.host, owners_[static_cast<std::size_t>(rank_)].host) == 0;
-  return here ? owner.pid : 0;
+  const Owner& mine = owners_[static_cast<std::size_t>(rank_)];
+  const bool here = std::strcmp(owner.host, mine.host) == 0 && std::strcmp(owner.boot, mine.boot) == 0;
+  return here && owner.pid_namespace == mine.pid_namespace ? owner.pid : 0;
 }
 
 void TextMessages::Send(int rank, int kind, const std::string& text) {

@@ -3,6 +3,7 @@
 
 #include <mpi.h>
 
+#include <cstdint>
 #include <list>
 #include <optional>
 #include <string>
@@ -29,7 +30,7 @@ class TextMessages {
   int size() const { return static_cast<int>(owners_.size()); }
   // Where a rank runs, such as "rank 2 on h1 (pid 1234)".
   std::string NameOf(int rank) const;
-  // A process of this host; 0 if the rank runs on another one.
+  // A process that this one can see; 0 if the rank runs on another host or in another container.
   int LocalPid(int rank) const;
 
   // Returns at once. A rank that does not run never gets it.
@@ -42,7 +43,9 @@ class TextMessages {
  private:
   struct Owner {
     int pid = 0;
+    std::uint64_t pid_namespace = 0;
     char host[60] = {};
+    char boot[40] = {};  // hosts may have the same name
   };
   struct Sent {
     std::string text;

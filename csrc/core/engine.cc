@@ -2,6 +2,7 @@
 #include "core/engine.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "core/shared_slot.h"
@@ -11,6 +12,13 @@ namespace hvpipe {
 namespace {
 
 constexpr double kLeaveS = 10;  // the longest wait for the other ranks in Stop
+
+Error LostProcess(const std::string& rank) {
+  return Error(
+      "The process of " + rank + " has ended, while this rank waits for others. Was it killed " +
+          "(SIGKILL, or the host's memory was used up)? See what it printed last, and the system's log.",
+      ErrorKind::kPeer);
+}
 
 }  // namespace
 
@@ -26,7 +34,9 @@ Engine::Engine(const Connect& connect, const EngineOptions& options)
       device_calls_(*progress_, calls_, route_, device_),
       device_messages_(*progress_, network_, messenger_, device_, telemetry_.counters),
       buckets_(*progress_, agreement_, route_, device_, telemetry_),
-      watchdog_(network_.texts(), telemetry_, [this] { return progress_->WaitsNow(); }) {
+      watchdog_(
+          network_.texts(), telemetry_, [this] { return progress_->WaitsNow(); },
+          [this](const std::string& rank) { Fail(LostProcess(rank)); }) {
   telemetry_.flight.SetRank(network_.topology().rank, network_.topology().size);
 }
 

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <limits>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -27,6 +28,7 @@ constexpr std::size_t kMostStackBytes = 6000;
 constexpr int kDumps = 3;  // a copy of a busy process may crash
 constexpr std::chrono::milliseconds kDumpLimit(300);
 constexpr char kBetween = '\x1f';
+constexpr double kLostS = 2;
 constexpr double kJustCame = 1;  // a rank that waits for less has just come
 
 std::string Seconds(double seconds) {
@@ -89,10 +91,16 @@ char StateOf(int pid) {
   return name == std::string::npos || name + 2 >= text.size() ? '\0' : text[name + 2];
 }
 
+bool HasEnded(char state) { return state == '\0' || state == 'Z'; }
+
 }  // namespace
 
-Watchdog::Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now)
-    : texts_(texts), telemetry_(telemetry), waits_now_(std::move(waits_now)), thread_([this] { Loop(); }) {}
+Watchdog::Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now, Lost lost)
+    : texts_(texts),
+      telemetry_(telemetry),
+      waits_now_(std::move(waits_now)),
+      lost_(std::move(lost)),
+      thread_([this] { Loop(); }) {}
 
 void Watchdog::Report(const Stall& stall) {
   telemetry_.flight.Add(Flight::kStalled, stall.what + ": " + stall.waiting, stall.sequence);
@@ -159,7 +167,21 @@ void Watchdog::Loop() {
   }
 }
 
+void Watchdog::LookForLost(double now) {
+  if (texts_ == nullptr || now - looked_s_ < kLostS) return;
+  looked_s_ = now;
+  const auto wait = waits_now_();
+  if (!wait || wait->waited_s < kLostS) return;
+  for (int rank = 0; rank < texts_->size(); ++rank) {
+    const int pid = texts_->LocalPid(rank);
+    if (pid == 0 || !HasEnded(StateOf(pid))) continue;
+    looked_s_ = std::numeric_limits<double>::infinity();
+    return lost_(texts_->NameOf(rank));
+  }
+}
+
 void Watchdog::Step(double now) {
+  LookForLost(now);
   TakeStall(now);
   while (texts_ != nullptr) {
     const auto message = texts_->Receive();
@@ -312,7 +334,7 @@ void Watchdog::Finish() {
 std::string Watchdog::SilentRank(int rank) const {
   const int pid = texts_->LocalPid(rank);
   const char state = pid == 0 ? '?' : StateOf(pid);
-  if (state == '\0' || state == 'Z') return "has ended";
+  if (HasEnded(state)) return "has ended";
   if (state == 'T' || state == 't') return "is stopped (by SIGSTOP or a debugger)";
   return "does not answer: its host or the link to it may be down, or the process is frozen";
 }

@@ -18,6 +18,9 @@ namespace hvpipe {
 // A thread that needs neither the interpreter lock nor the progress thread, so it answers whatever the rest
 // of the process does.
 //
+// While it waits, it also looks for ranks of its host whose process has ended. A launcher that ends the
+// others does so sooner, but srun without -K lets them wait.
+//
 // A rank that waits too long tells rank 0, or the next rank if rank 0 does not acknowledge. That rank
 // collects for half a second who waits, then asks the ranks that these need what they do, and prints one
 // report:
@@ -33,9 +36,11 @@ class Watchdog {
  public:
   // What this rank waits for now; empty if it computes.
   using WaitsNow = std::function<std::optional<Stall>()>;
+  // Gets the name of a rank whose process has ended while this rank waits.
+  using Lost = std::function<void(const std::string& rank)>;
 
   // `texts` may be null: then a report says only what this rank waits for.
-  Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now);
+  Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now, Lost lost);
   ~Watchdog() { Stop(); }
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
@@ -55,6 +60,7 @@ class Watchdog {
  private:
   void Loop();
   void Step(double now);
+  void LookForLost(double now);
   void TakeStall(double now);
   void Take(const TextMessage& message, double now);
   void Collect(int rank, const Stall& stall, double now);
@@ -69,6 +75,7 @@ class Watchdog {
   TextMessages* const texts_;
   Telemetry& telemetry_;
   const WaitsNow waits_now_;
+  const Lost lost_;
 
   mutable std::mutex mutex_;
   WaitsNow others_;
@@ -86,6 +93,7 @@ class Watchdog {
   std::map<int, Stall> stalled_;         // collected here, by rank
   std::map<int, std::string> answers_;   // by rank
   double collects_s_ = 0, asked_s_ = 0;  // since when; 0: not
+  double looked_s_ = 0;                  // for lost ranks; infinite once one is found
   std::map<int, double> reported_s_;     // by rank: when a report last said that it waits
   std::thread thread_;
 };

@@ -168,7 +168,7 @@ def test_an_abort_that_hangs_does_not_delay_the_error(libraries: Libraries, monk
 def test_a_rank_that_leaves_late_is_no_error_on_the_others(libraries: Libraries, way: str) -> None:
     """Rank 0 leaves late when it writes a long trace. NCCL and MPI wait for it, but not forever."""
     needs_others()
-    engine = open_engine(libraries, way, timeout_s=2.0)
+    engine = open_engine(libraries, way, timeout_s=4.0)
     engine.use_device()
     if hvpipe.rank() == 0:
         time.sleep(5)
@@ -180,7 +180,7 @@ def test_a_bucket_that_hangs_in_nccl_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, way: str
 ) -> None:
     needs_others()
-    engine = open_engine(libraries, way, timeout_s=2.0)
+    engine = open_engine(libraries, way, timeout_s=4.0)
     if "by NCCL" not in engine.use_device():
         pytest.skip("hosts with different numbers of ranks")
     plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
