@@ -172,9 +172,9 @@ def verdict(flights: Sequence[Flight]) -> str:
 def _all_killed(flights: Sequence[Flight]) -> str:
     pids = [f"rank {one.rank} on {one.host} is {one.pid}" for one in flights[:_MOST_NAMED]]
     return (
-        "All ranks were killed within a second (SIGKILL, or the host's memory was used up). Launchers kill "
-        "the others after the loss of a host, MPICH's also after that of a rank: its message names the first. "
-        f"Pids: {', '.join(pids)}{', ...' if len(flights) > _MOST_NAMED else ''}."
+        "All ranks were killed within a second (SIGKILL, or the host's memory was used up). Launchers "
+        "kill the others after the loss of a host, MPICH's also after that of a rank: its "
+        f"message names the first. Pids: {', '.join(pids)}{', ...' if len(flights) > _MOST_NAMED else ''}."
     )
 
 
