@@ -1,4 +1,4 @@
-// The half of Progress that runs on a caller's thread: a blocking call drives everything until its operation
+// The part of Progress that runs on a caller's thread: a blocking call drives everything until its operation
 // has ended.
 #include <algorithm>
 #include <utility>

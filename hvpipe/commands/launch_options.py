@@ -1,4 +1,4 @@
-"""The options of commands that start ranks. Starts the ranks with these options."""
+"""The options of commands that start ranks, and the start itself."""
 
 from __future__ import annotations
 
