@@ -205,6 +205,14 @@ def test_profile_takes_a_hostfile(script: str, tmp_path: Path, capsys: pytest.Ca
     assert "-np 2 --host a:2" in capsys.readouterr().out
 
 
+def test_a_slurm_job_has_its_tasks_as_ranks(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "6")
+    command = dry_run(capsys, script)
+    assert command[command.index("-np") + 1] == "6"
+
+
 def test_an_agent_is_made_absolute(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agent = tmp_path / "agent"
     agent.write_text("#!/bin/sh\n")

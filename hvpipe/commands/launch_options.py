@@ -75,13 +75,17 @@ def launch_spec(
 ) -> launch.LaunchSpec:
     """Check the options and fill in the defaults; `command` is what each rank runs."""
     hosts = _hosts(options)
-    if options.ranks is None and not hosts:
+    ranks = options.ranks
+    if ranks is None:
+        tasks = environ.get("SLURM_NTASKS", "")
+        ranks = sum(host.slots for host in hosts) or (int(tasks) if tasks.isdecimal() else 0)
+    if options.ranks is None and not ranks:
         raise LaunchError(
             f"The number of ranks is needed: hvpipe {options.command} -np 2 ... Received: no -np, no --hosts"
         )
     return launch.LaunchSpec(
         mpirun=_mpirun(options, environ),
-        ranks=options.ranks if options.ranks is not None else sum(host.slots for host in hosts),
+        ranks=ranks,
         command=tuple(command),
         hosts=hosts,
         cores=core_binding.affordable_cores(),
