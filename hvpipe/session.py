@@ -396,6 +396,7 @@ def shutdown() -> None:
     except Exception as error:
         if session.settings.elastic and session.has_lost_ranks():
             logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
+            session.engine.stop()  # without the others; its threads must not call MPI once that is finalised
             tell_joined(session.settings.job_folder, ended=True)
             return
         if session.world.size == 1:

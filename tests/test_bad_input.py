@@ -178,6 +178,15 @@ def test_a_rank_is_killed_and_the_launcher_does_not_notice(tmp_path: Path) -> No
     assert re.search(r"PeerError: The process of rank 1 on \S+ \(pid \d+\) has ended", result.output)
 
 
+def test_a_rank_is_lost_when_the_others_have_nothing_left_to_do(tmp_path: Path) -> None:
+    """Their work is done, so the job succeeds. Threads that went on to call MPI ended it with 14."""
+    script = "hvpipe.allreduce(np.ones(9))\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
+    command = [sys.executable, "-m", "hvpipe", "run", "--elastic", "-np", "3"]
+    result = run([*command, str(write(tmp_path, INIT + script))], limit_s=LIMIT_S)
+    assert result.returncode == 0, result.describe()
+    assert "rank 1 of 3 was lost in shutdown" in result.output
+
+
 def test_a_gpu_that_is_lost_on_one_rank(tmp_path: Path) -> None:
     """NCCL reports the loss only to that rank. The other rank waits for it, and ends when it ends."""
     script = """
