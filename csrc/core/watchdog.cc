@@ -1,9 +1,11 @@
 // Collects what ranks wait for and do, and puts it into words.
 #include "core/watchdog.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -82,7 +84,7 @@ std::string MainThreadFirst(const std::string& text) {
   return sorted.substr(0, kMostStackBytes);
 }
 
-// The state of a process as in `ps`: "T" is stopped. 0 if it has ended.
+// The state of a process as in `ps`: "T" is stopped, "Z" has ended. 0 if it cannot be read.
 char StateOf(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text;
@@ -91,7 +93,8 @@ char StateOf(int pid) {
   return name == std::string::npos || name + 2 >= text.size() ? '\0' : text[name + 2];
 }
 
-bool HasEnded(char state) { return state == '\0' || state == 'Z'; }
+// Certain: a process that only cannot be looked at (without a free file descriptor, say) has not ended.
+bool HasEnded(int pid) { return (kill(pid, 0) != 0 && errno == ESRCH) || StateOf(pid) == 'Z'; }
 
 }  // namespace
 
@@ -174,7 +177,7 @@ void Watchdog::LookForLost(double now) {
   if (!wait || wait->waited_s < kLostS) return;
   for (int rank = 0; rank < texts_->size(); ++rank) {
     const int pid = texts_->LocalPid(rank);
-    if (pid == 0 || !HasEnded(StateOf(pid))) continue;
+    if (pid == 0 || !HasEnded(pid)) continue;
     looked_s_ = std::numeric_limits<double>::infinity();
     return lost_(texts_->NameOf(rank));
   }
@@ -333,8 +336,8 @@ void Watchdog::Finish() {
 
 std::string Watchdog::SilentRank(int rank) const {
   const int pid = texts_->LocalPid(rank);
+  if (pid != 0 && HasEnded(pid)) return "has ended";
   const char state = pid == 0 ? '?' : StateOf(pid);
-  if (HasEnded(state)) return "has ended";
   if (state == 'T' || state == 't') return "is stopped (by SIGSTOP or a debugger)";
   return "does not answer: its host or the link to it may be down, or the process is frozen";
 }
