@@ -374,7 +374,7 @@ def test_several_ranks_need_mpi(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_does_not_load(tmp_path: Path) -> None:
-    says = r"InitError: hvpipe's compiled engine should load.*rebuild: in hvpipe's .*: pip install"
+    says = r"InitError: hvpipe's compiled engine should load.*rebuild in hvpipe's .* && pip install"
     fails(tmp_path, "import sys; sys.modules['hvpipe._engine'] = None\n" + INIT, says)
 
 
@@ -401,7 +401,8 @@ def test_the_source_folder_before_an_hvpipe_that_is_installed(tmp_path: Path) ->
 
 def test_another_mpi_than_hvpipe_was_built_with(tmp_path: Path) -> None:
     script = "import hvpipe._build_info as built\nbuilt.MPI_LIBRARY = 'Another MPI v9.1'\n" + INIT
-    says = r"BuildMismatchError: hvpipe was built with Another MPI v9.1, but .* runs.*: pip install"
+    built = r"BuildMismatchError: hvpipe was built with Another MPI v9.1"
+    says = built + r", but .* runs.*rebuild it here in hvpipe's .* && pip install"
     fails(tmp_path, script, says)
 
 
@@ -420,11 +421,11 @@ def test_keras_on_another_backend(tmp_path: Path) -> None:
         (
             "'2.21.0'",
             r"BuildMismatchError: hvpipe was built against TensorFlow 2\.21\.0, but TensorFlow 2\.99\.1 runs"
-            r".*rebuild hvpipe here: in hvpipe's .*: pip install",
+            r".*rebuild hvpipe here in hvpipe's .* && pip install",
         ),
         (
             "None",
-            r"BuildMismatchError: hvpipe was built without TensorFlow.*Rebuild it .*: pip install",
+            r"BuildMismatchError: hvpipe was built without TensorFlow.*Rebuild it .* && pip install",
         ),
     ],
 )
