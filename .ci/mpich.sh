@@ -7,14 +7,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=$PWD/$1 constraints=$PWD/$2 own=$PWD/.venv-mpich log=build/mpich.log
 
-if [ ! -x "$own/bin/mpirun" ]; then
+version() { "$1/bin/python" --version 2>/dev/null; }
+packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+if [ "$(version "$own")" != "$(version "$venv")" ]; then
     rm -rf "$own"
     echo "==> making $own"
     "$venv/bin/python" -m venv --without-pip "$own"
-    packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-    packages "$venv" >"$(packages "$own")/others.pth" # the editable hvpipe in there is not seen
-    "$own/bin/python" -m pip install --quiet --no-deps -c "$constraints" mpich
 fi
+packages "$venv" >"$(packages "$own")/others.pth" # the editable hvpipe in there is not seen
+"$own/bin/python" -m pip install --quiet --no-deps -c "$constraints" mpich
 export PATH=$own/bin:$venv/bin:$PATH SKBUILD_BUILD_DIR=build/venv-mpich SKBUILD_CMAKE_DEFINE=HVPIPE_CUDA=OFF
 unset PYTHONPATH
 echo "==> building hvpipe against $("$own/bin/mpichversion" | head -n 1)"

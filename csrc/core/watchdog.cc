@@ -337,7 +337,7 @@ void Watchdog::Finish() {
 std::string Watchdog::SilentRank(int rank) const {
   const int pid = texts_->LocalPid(rank);
   if (pid != 0 && HasEnded(pid)) return "has ended";
-  const char state = pid == 0 ? '?' : StateOf(pid);
+  const char state = pid != 0 ? StateOf(pid) : '\0';
   if (state == 'T' || state == 't') return "is stopped (by SIGSTOP or a debugger)";
   return "does not answer: its host or the link to it may be down, or the process is frozen";
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvpipe.blackbox.files import SUFFIX, Flight, FlightEvent, read_flight, to_json
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, listed
 
 LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "UnavailableError")
 """Errors of a rank that lost another one. Any other error is its own."""
@@ -170,11 +170,11 @@ def verdict(flights: Sequence[Flight]) -> str:
 
 
 def _all_killed(flights: Sequence[Flight]) -> str:
-    pids = [f"rank {one.rank} on {one.host} is {one.pid}" for one in flights[:_MOST_NAMED]]
+    pids = listed(f"rank {one.rank} on {one.host} is {one.pid}" for one in flights)
     return (
         "All ranks were killed within a second (SIGKILL, or the host's memory was used up). Launchers "
         "kill the others after the loss of a host, MPICH's also after that of a rank: its "
-        f"message names the first. Pids: {', '.join(pids)}{', ...' if len(flights) > _MOST_NAMED else ''}."
+        f"message names the first. Pids: {pids}."
     )
 
 

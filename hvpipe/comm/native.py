@@ -122,4 +122,4 @@ def _advice_on_import(error: ImportError) -> str:
             "This Python's libstdc++ is older than the compiler that built hvpipe: conda install -c "
             "conda-forge libstdcxx-ng, or build hvpipe with conda's compiler."
         )
-    return f"If the MPI library that it was built with is gone, restore it or rebuild {REBUILD}."
+    return f"If the MPI library that it was built with is gone, restore it, or rebuild {REBUILD}."

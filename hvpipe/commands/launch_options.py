@@ -79,10 +79,11 @@ def launch_spec(
     if ranks is None:
         tasks = environ.get("SLURM_NTASKS", "")
         ranks = sum(host.slots for host in hosts) or (int(tasks) if tasks.isdecimal() else 0)
-    if options.ranks is None and not ranks:
-        raise LaunchError(
-            f"The number of ranks is needed: hvpipe {options.command} -np 2 ... Received: no -np, no --hosts"
-        )
+        if ranks == 0:
+            raise LaunchError(
+                f"The number of ranks is needed: hvpipe {options.command} -np 2 ... "
+                "Received: no -np, no --hosts"
+            )
     return launch.LaunchSpec(
         mpirun=_mpirun(options, environ),
         ranks=ranks,

@@ -25,7 +25,7 @@ def check_tensorflow(built: str | None, running: str) -> None:
     if built is None:
         raise BuildMismatchError(
             "hvpipe was built without TensorFlow, so it has no TensorFlow kernels. "
-            f"Rebuild it now that TensorFlow is installed {REBUILD} (if TensorFlow comes from a module, by "
+            f"Rebuild it {REBUILD}, now that TensorFlow is installed (if TensorFlow comes from a module, by "
             f"PYTHONPATH, with --no-build-isolation). Received: tensorflow {running}"
         )
     if not tensorflow_fits(built, running):

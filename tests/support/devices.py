@@ -73,7 +73,7 @@ def finish_stream(stream: int, limit_s: float) -> bool:
 
 
 def wait_until(done: Callable[[], bool], limit_s: float = 20) -> None:
-    """Wait until `done`, for at most `limit_s`. The caller then asserts what it waited for."""
+    """Look every 10 ms, until `done`, for at most `limit_s`. The caller then asserts what it waited for."""
     end_s = time.monotonic() + limit_s
     while not done() and time.monotonic() < end_s:
         time.sleep(0.01)
