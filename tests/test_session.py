@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -168,10 +169,12 @@ def test_a_loss_in_shutdown_that_the_watch_tells_of_later(
         raise AssertionError("it should end quietly. Received: abort")
 
     vars(world).update(abort=abort)
-    vars(session).update(world=world, settings=Settings(elastic=True), lost=None, close=close)
+    engine = Mock()
+    vars(session).update(world=world, settings=Settings(elastic=True), lost=None, close=close, engine=engine)
     monkeypatch.setattr("hvpipe.session._session", session)
     hvpipe.shutdown()
     assert "rank 1 of 2 was lost in shutdown" in caplog.text
+    engine.stop.assert_called_once_with()  # its threads must not call MPI once that is finalised
 
 
 def test_checks_that_only_data_parallel_makes_are_not_dropped_in_silence(
