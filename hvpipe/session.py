@@ -55,9 +55,6 @@ __all__ = [
     "trace_path",
 ]
 
-_SHUTDOWN_S = 3600.0
-"""A rank waits so long in `shutdown` for the others, unless HVPIPE_SHUTDOWN_TIMEOUT is set."""
-
 _LEARNS_OF_LOSS_S = 2.0
 """The error of a call may come so long before the watch tells of lost ranks."""
 
@@ -247,8 +244,7 @@ class Session:
 
     def agree_patiently(self, what: str) -> None:
         """Wait until all ranks call this with the same `what`, each of which may be busy with other work."""
-        limit_s = self.settings.shutdown_timeout_s or max(_SHUTDOWN_S, self.settings.timeout_s)
-        self.engine.agree_patiently(what, limit_s)
+        self.engine.agree_patiently(what, self.settings.longest_shutdown_s)
 
     def named_calls(self) -> Any:
         """Return the service for collectives that ranks call by name (csrc/named)."""

@@ -168,14 +168,42 @@ hvpipe.allreduce(np.ones(9))
     fails(tmp_path, INIT + script, "failing at")
 
 
-def test_a_rank_is_killed_and_the_launcher_does_not_notice(tmp_path: Path) -> None:
+KILLED = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
+ENDED = r"PeerError: The process of rank 1 on \S+ \(pid \d+\) has ended"
+IN_INIT = """
+import os, signal
+import hvpipe.comm.mpi
+def limited(world, what, usual=hvpipe.comm.mpi.MpiWorld._limited):
+    if world.rank == 1 and what.endswith(WHERE): os.kill(os.getpid(), signal.SIGKILL)
+    return usual(world, what)
+hvpipe.comm.mpi.MpiWorld._limited = limited
+hvpipe.comm.mpi._SLACK_S = 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (INIT + KILLED + "\nhvpipe.allreduce(np.ones(9))", ENDED),
+        (INIT + KILLED, ENDED),
+        (IN_INIT.replace("WHERE", "'communicators'") + INIT, "rank . of 3 on .* waited 3 s in calls of MPI"),
+        (IN_INIT.replace("WHERE", "'engine'") + INIT, "rank . of 3 on .* waited 3 s in calls of MPI"),
+    ],
+    ids=["collective", "shutdown", "making communicators", "making the engine"],
+)
+def test_a_rank_is_killed_and_the_launcher_does_not_notice(script: str, says: str, tmp_path: Path) -> None:
     """As with srun without -K. A shell that stays hides the loss from mpirun."""
-    script = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nhvpipe.allreduce(np.ones(9))"
-    command = [*mpirun_command(3), "sh", "-c", '"$@"; sleep 50', "sh", sys.executable]
-    result = run([*command, str(write(tmp_path, INIT + script))], limit_s=30.0)
+    shell = '"$@"; code=$?; [ $code = 137 ] && sleep 50; exit $code'
+    command = [*mpirun_command(3), "sh", "-c", shell, "sh", sys.executable]
+    result = run([*command, str(write(tmp_path, script))], limit_s=30.0, env={"HVPIPE_TIMEOUT": "3"})
+    assert re.search(says, result.output), result.describe()
     assert not result.timed_out, result.describe()
-    assert result.returncode != 0, result.describe()
-    assert re.search(r"PeerError: The process of rank 1 on \S+ \(pid \d+\) has ended", result.output)
+
+
+def test_a_rank_that_stops_before_it_finalises_mpi(tmp_path: Path) -> None:
+    """Regression: the others waited in MPI_Finalize without a limit."""
+    script = "hvpipe.shutdown()\nsay_when()\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"
+    fails(tmp_path, INIT + script, "rank 0 on .* waited 3 s in MPI_Finalize", HVPIPE_SHUTDOWN_TIMEOUT="3")
 
 
 def test_a_rank_is_lost_when_the_others_have_nothing_left_to_do(tmp_path: Path) -> None:

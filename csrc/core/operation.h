@@ -23,6 +23,7 @@ struct Stall {
   double waited_s = 0;  // without any progress of this rank's communication
   std::uint64_t sequence = 0;
   std::vector<int> ranks{};  // that take part; empty: all
+  bool patient = false;      // a rank may be busy with other work for long
 };
 
 // Called once when a request has ended, from another thread, without any lock held. Null: success.

@@ -28,25 +28,28 @@ void Progress::CheckDeadline(const Operation& operation, double waited_s) const 
   throw Error(text.str(), ErrorKind::kDeadline);
 }
 
-// The most urgent operation that waits for other ranks. Requires drive_mutex_.
+// The most urgent operation that waits for other ranks, a patient one last. Requires drive_mutex_.
 std::optional<Stall> Progress::StallOf(double now) const {
+  std::optional<Stall> patient;
   for (const auto& operation : active_) {
-    if (operation->ended_ || operation->limit_s > 0 || Blocked(*operation)) continue;
+    if (operation->ended_ || Blocked(*operation)) continue;
     const Collective* const collective = operation->stages[operation->current_].collective.get();
     const double waited_s = now - std::max(moved_s_, operation->moved_s_);
     Stall stall{operation->what, collective == nullptr ? "its turn" : collective->Waiting(), waited_s,
                 operation->sequence_};
     if (const auto peer = collective == nullptr ? std::nullopt : collective->Peer()) stall.ranks = {*peer};
-    return stall;
+    stall.patient = operation->limit_s > 0;
+    if (!stall.patient) return stall;
+    if (!patient) patient = stall;
   }
-  return std::nullopt;
+  return patient;
 }
 
 // Once for each time that all communication of this rank stands still.
 void Progress::TellStall(double now) {
   if (stall_told_s_ > moved_s_) return;
   const auto stall = StallOf(now);
-  if (!stall || stall->waited_s < options_.stall_s) return;
+  if (!stall || stall->patient || stall->waited_s < options_.stall_s) return;
   stall_told_s_ = now;
   options_.stalled(*stall);
 }

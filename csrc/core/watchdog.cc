@@ -299,7 +299,7 @@ std::string Watchdog::Answer() {
   }
   for (const WaitsNow& ask : {waits_now_, others}) {
     const auto waits = ask ? ask() : std::nullopt;
-    if (waits && waits->waited_s > kJustCame) return "W" + Encode(*waits);
+    if (waits && !waits->patient && waits->waited_s > kJustCame) return "W" + Encode(*waits);
   }
   return "L" + Stacks();
 }

@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <vector>
 
+#include "core/exit_timer.h"
 #include "core/stack_dump.h"
 
 namespace hvpipe::python {
@@ -210,5 +212,7 @@ NB_MODULE(_engine, m) {
         return hvpipe::HandleInCopy(number, std::chrono::milliseconds(limit_ms));
       },
       nb::arg("signal"), nb::arg("limit_ms"));
+  nb::class_<hvpipe::ExitTimer>(m, "ExitTimer")
+      .def(nb::init<double, std::string>(), nb::arg("limit_s"), nb::arg("message"));
   m.def("count_devices", &hvpipe::CountDevices, nb::arg("library"));
 }

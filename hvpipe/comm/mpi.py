@@ -6,15 +6,18 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.discover import Launch, eager_bytes, fault_tolerance_asked, prepare_open_mpi
+from hvpipe.comm.limited_call import limited_call
 from hvpipe.comm.loss_watch import LossWatch, check_fault_tolerance, shrunk
 from hvpipe.comm.native import check_mpi, import_native
 from hvpipe.comm.settings import Settings
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 _CLOCK_ROUNDS = 32
 _LONGEST_ABORT_S = 10
+_SLACK_S = 10.0
 _MOST_BYTES = 1 << 30
 """Limit of one MPI call, because MPI's counts and offsets are ints."""
 
@@ -58,15 +62,16 @@ class MpiWorld:
         self.size: int = world.size
         self.host: str = mpi.Get_processor_name()
         self._watch: LossWatch | None = None
-        # The calls below block until all ranks arrive, without a deadline, so wait for them here with one.
-        self._wait(world.Ibarrier(), "other ranks in hvpipe.init()")
-        self._comm: MPI.Intracomm = world.Dup()
-        self._engine_comm: MPI.Intracomm = world.Dup()
-        local = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
-        self.local_rank: int = local.rank
-        self.local_size: int = local.size
-        local.Free()
         self.library_version: str = short_version(mpi.Get_library_version())
+        # The calls below block until all ranks arrive, so wait for them here, with a better error.
+        self._wait(world.Ibarrier(), "other ranks in hvpipe.init()")
+        with self._limited("calls of MPI that make communicators"):
+            self._comm: MPI.Intracomm = world.Dup()
+            self._engine_comm: MPI.Intracomm = world.Dup()
+            local = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
+            self.local_rank: int = local.rank
+            self.local_size: int = local.size
+            local.Free()
         self._engine_handle: int = self._engine_comm.py2f()
         self._closed = False
         self.eager_bytes: int = min(self.allgather_object(eager_bytes(self.library_version)))
@@ -74,25 +79,28 @@ class MpiWorld:
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks. Collective."""
         check_mpi(self.library_version)
-        return import_native().Engine.create(
-            self._engine_handle,
-            timeout_s=settings.engine_timeout_s,
-            first_step_timeout_s=settings.engine_first_step_s,
-            segment_bytes=settings.segment_bytes or self.eager_bytes * 15 // 16,  # leave room for headers
-            messages_in_flight=settings.messages_in_flight,
-            slot_bytes=settings.slot_bytes,
-            shared_memory=settings.shared_memory and fits_on_all_hosts(self, settings),
-            ranks_per_host=settings.ranks_per_host,
-            trace=settings.trace_path is not None,
-            stall_warn_s=settings.engine_stall_s,
-            flight_path=settings.flight_path,
-        )
+        shared_memory = settings.shared_memory and fits_on_all_hosts(self, settings)
+        with self._limited("calls of MPI that make the engine"):
+            return import_native().Engine.create(
+                self._engine_handle,
+                timeout_s=settings.engine_timeout_s,
+                first_step_timeout_s=settings.engine_first_step_s,
+                segment_bytes=settings.segment_bytes or self.eager_bytes * 15 // 16,  # leave room for headers
+                messages_in_flight=settings.messages_in_flight,
+                slot_bytes=settings.slot_bytes,
+                shared_memory=shared_memory,
+                ranks_per_host=settings.ranks_per_host,
+                trace=settings.trace_path is not None,
+                stall_warn_s=settings.engine_stall_s,
+                flight_path=settings.flight_path,
+            )
 
     def make_named_calls(self, settings: Settings) -> Any:
         """Return the service for collectives that ranks call by name. Collective."""
-        return import_native().NamedCalls.create(
-            self._engine_handle, settings.engine_timeout_s, self.local_rank, self.local_size
-        )
+        with self._limited("calls of MPI that make named collectives"):
+            return import_native().NamedCalls.create(
+                self._engine_handle, settings.engine_timeout_s, self.local_rank, self.local_size
+            )
 
     def watch(self, lost: Callable[[list[int]], None]) -> None:
         """Call `lost(ranks)` once, from another thread, when ranks are lost. On all ranks.
@@ -232,8 +240,14 @@ class MpiWorld:
         self._closed = True
         self._end_watch()
         if not self._mpi.Is_finalized():
-            self._engine_comm.Free()
-            self._comm.Free()
+            with self._limited("calls of MPI that free communicators"):
+                self._engine_comm.Free()
+                self._comm.Free()
+
+    def _limited(self, what: str) -> AbstractContextManager[None]:
+        """Limit calls that nothing can interrupt. Waits inside that have a limit of their own end before."""
+        who = f"rank {self.rank} of {self.size} on {self.host}"
+        return limited_call(who, self.library_version, what, self._timeout_s + _SLACK_S, "HVPIPE_TIMEOUT")
 
     def _send(self, rank: int, value: float, what: str) -> None:
         self._wait(self._comm.Isend(array("d", [value]), rank), f"{what} to rank {rank}")
@@ -266,12 +280,13 @@ class MpiWorld:
             ) from error
 
 
-def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
+def open_world(launch: Launch, timeout_s: float = 300.0, shutdown_timeout_s: float = 3600.0) -> MpiWorld:
     """Join the ranks of MPI. Initialises MPI with full thread support if it is not initialised yet.
 
     Args:
         launch: Who launched this process.
         timeout_s: Longest wait for another rank, in seconds.
+        shutdown_timeout_s: Longest wait for another rank at exit, in seconds.
 
     Raises:
         InitError: If MPI is missing, lacks thread support, or another MPI's mpirun started it.
@@ -282,7 +297,8 @@ def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
         raise InitError("hvpipe.init() should be called before MPI is finalised. Received: a finalised MPI")
     if not mpi.Is_initialized():
         prepare_open_mpi()
-        _initialise(mpi)
+        number = "a rank" if launch.rank is None else f"rank {launch.rank}"
+        _initialise(mpi, f"{number} on {socket.gethostname()}", timeout_s, shutdown_timeout_s)
     _check_threads(mpi, was_imported)
     world_size = mpi.COMM_WORLD.size
     if launch.size is not None and launch.size != world_size:
@@ -359,18 +375,22 @@ def _import_mpi() -> ModuleType:
     return MPI
 
 
-def _initialise(mpi: ModuleType) -> None:
+def _initialise(mpi: ModuleType, who: str, timeout_s: float, shutdown_timeout_s: float) -> None:
     """Initialise MPI as mpi4py's import would have done."""
     import atexit
 
-    mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    atexit.register(_finalise, mpi, os.getpid())
+    library = short_version(mpi.Get_library_version())
+    with limited_call(who, library, "MPI_Init", timeout_s, "HVPIPE_TIMEOUT"):
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    limit = limited_call(who, library, "MPI_Finalize", shutdown_timeout_s, "HVPIPE_SHUTDOWN_TIMEOUT")
+    atexit.register(_finalise, mpi, os.getpid(), limit)
 
 
-def _finalise(mpi: ModuleType, process: int) -> None:
+def _finalise(mpi: ModuleType, process: int, limit: AbstractContextManager[None]) -> None:
     """Finalise MPI in the process that initialised it. A child of os.fork() shares the connections."""
     if os.getpid() == process and not mpi.Is_finalized():
-        mpi.Finalize()
+        with limit:
+            mpi.Finalize()
 
 
 def _check_threads(mpi: ModuleType, was_imported: bool) -> None:

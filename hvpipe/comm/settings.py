@@ -20,6 +20,7 @@ NONFINITE: tuple[Nonfinite, ...] = ("raise", "skip", "ignore")
 LrScaling = Literal["none", "linear", "sqrt"]
 LR_SCALINGS: tuple[LrScaling, ...] = ("none", "linear", "sqrt")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_SHUTDOWN_S = 3600.0
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -68,6 +69,11 @@ class Settings:
     def engine_timeout_s(self) -> float:
         """The longest wait of a collective."""
         return min(self.timeout_s, self.stall_abort_s or math.inf)
+
+    @property
+    def longest_shutdown_s(self) -> float:
+        """The longest wait in shutdown for a rank that may be busy with other work."""
+        return self.shutdown_timeout_s or max(_SHUTDOWN_S, self.timeout_s)
 
     @property
     def engine_first_step_s(self) -> float:

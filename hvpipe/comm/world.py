@@ -180,4 +180,4 @@ def open_world(launch: Launch, settings: Settings) -> World:
         return SingleWorld()
     from hvpipe.comm import mpi
 
-    return mpi.open_world(launch, timeout_s=settings.timeout_s)
+    return mpi.open_world(launch, settings.timeout_s, settings.longest_shutdown_s)

@@ -1,0 +1,35 @@
+// A thread that waits, because a call without end holds the one that made it.
+#include "core/exit_timer.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <utility>
+
+namespace hvpipe {
+
+ExitTimer::ExitTimer(double limit_s, std::string message)
+    : message_(std::move(message)), thread_([this, limit_s] { Wait(limit_s); }) {}
+
+ExitTimer::~ExitTimer() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopped_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+}
+
+void ExitTimer::Wait(double limit_s) {
+  constexpr double kLongestS = 1e8;  // the clock cannot count to infinity
+  const std::chrono::duration<double> limit(std::min(limit_s, kLongestS));
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (wake_.wait_for(lock, limit, [this] { return stopped_; })) return;
+  std::fputs(message_.c_str(), stderr);
+  std::fflush(stderr);
+  _exit(1);  // without the handlers of exit, which would call MPI
+}
+
+}  // namespace hvpipe

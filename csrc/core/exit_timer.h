@@ -1,0 +1,31 @@
+// Ends the process if calls of MPI that nothing can interrupt do not return.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace hvpipe {
+
+// MPI_Init, MPI_Comm_dup, MPI_Finalize and their like wait for other ranks, and know no time limit.
+class ExitTimer {
+ public:
+  // After `limit_s` seconds, writes `message` to stderr and ends the process with code 1.
+  ExitTimer(double limit_s, std::string message);
+  // Stops the timer.
+  ~ExitTimer();
+  ExitTimer(const ExitTimer&) = delete;
+  ExitTimer& operator=(const ExitTimer&) = delete;
+
+ private:
+  void Wait(double limit_s);
+
+  const std::string message_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stopped_ = false;
+  std::thread thread_;  // last: it uses the others
+};
+
+}  // namespace hvpipe

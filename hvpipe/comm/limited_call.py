@@ -1,0 +1,40 @@
+"""Limits the time of MPI calls that wait for other ranks and that nothing can interrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from hvpipe.comm.native import built_for_mpi, import_native, mpi_fits
+from hvpipe.errors import InitError
+
+
+@contextlib.contextmanager
+def limited_call(who: str, library: str, what: str, limit_s: float, setting: str) -> Iterator[None]:
+    """End this process if the calls inside take longer. MPI's launcher then ends the others.
+
+    No exception could end it, because the calls hold the thread. So they come after all that can fail with a
+    better message. Where hvpipe was built for another MPI there is no limit, and `check_mpi` says more soon.
+
+    Args:
+        who: Names this rank.
+        library: Name and version of MPI.
+        what: Names the calls.
+        limit_s: The longest time, in seconds.
+        setting: The variable that changes the limit.
+    """
+    timer = None
+    with contextlib.suppress(InitError):
+        if mpi_fits(built_for_mpi(), library):
+            sys.stdout.flush()
+            timer = import_native().ExitTimer(
+                limit_s,
+                f"\nhvpipe: {who} waited {limit_s:g} s in {what}: every rank should take part within that "
+                f"time ({setting}). Received: nothing from at least one rank. Has it ended, or does it hang? "
+                "This rank exits with code 1.\n",
+            )
+    try:
+        yield
+    finally:
+        del timer
