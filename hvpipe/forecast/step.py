@@ -63,13 +63,15 @@ class StepModel:
     def schedule(
         self, placement: Placement, pipelining: Pipelining, shares: Shares | None = None
     ) -> CodedSchedule:
-        """Return the schedule of a placement. By default, shares are speeds."""
+        """Return the schedule of a placement. By default, shares are the speeds for a stage's layers."""
         counts = tuple(len(devices) for devices, _ in placement)
         if pipelining.chunks > 1 or max(counts) == 1:
             shares = None
         elif shares is None:
-            speed = self.speed
-            shares = tuple(tuple(speed[name] for name in names) for names, _ in placement)
+            shares = tuple(
+                tuple(self.profile.speed(self.cluster.device(name), places) for name in names)
+                for names, places in placement
+            )
         return coded_schedule(pipelining.schedule, counts, pipelining.microbatches, pipelining.chunks, shares)
 
     def step(self, placement: Placement, pipelining: Pipelining, shares: Shares | None = None) -> Step:
@@ -78,7 +80,7 @@ class StepModel:
         Args:
             placement: The devices and layers of each stage.
             pipelining: Schedule, micro-batches, recomputation and chunks.
-            shares: The shares of each stage's devices; None for their speeds.
+            shares: The shares of each stage's devices; None for their speeds for its layers.
 
         Raises:
             HvpipeError: If a device would get no micro-batch.

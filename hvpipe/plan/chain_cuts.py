@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -31,10 +31,11 @@ class _Stage:
 
     speed: float
     room_bytes: float
-    in_flight: int
     link: Link
     at_once: int
-    kind: str = ""
+    kind: str
+    number: int
+    """Equal stages have equal numbers."""
 
 
 class ChainCutter:
@@ -50,7 +51,9 @@ class ChainCutter:
             vector.tolist()
             for vector in (spans.compute_s, spans.cut_bytes, spans.state_bytes, spans.saved_bytes)
         )
-        self._send_s: dict[tuple[Link, int], list[float]] = {}
+        self._stages: dict[tuple[Group, Group], _Stage] = {}
+        self._numbers: dict[object, int] = {}
+        self._send_s: dict[int, list[float]] = {}
         self._known: dict[object, tuple[int, ...] | None] = {}
 
     def cut(
@@ -67,51 +70,66 @@ class ChainCutter:
             rule: One of RULES.
             recompute: Whether stages keep only their inputs for the micro-batches in flight.
         """
-        stages = tuple(self._stages(groups, pipelining))
-        key = (stages, rule, recompute)
+        stages = [self._stage(*pair) for pair in zip(groups, (*groups[1:], groups[-1]), strict=True)]
+        in_flight = None if pipelining is None else pipelining.all_in_flight([len(group) for group in groups])
+        key = (
+            tuple(stage.number for stage in stages),
+            None if in_flight is None else tuple(in_flight),
+            rule,
+            recompute,
+        )
         if key not in self._known:
-            self._known[key] = self._bisect(stages, rule, recompute)
+            self._known[key] = self._bisect(stages, in_flight, rule, recompute)
         return self._known[key]
 
-    def _bisect(self, stages: Sequence[_Stage], rule: str, recompute: bool) -> tuple[int, ...] | None:
+    def _bisect(
+        self, stages: Sequence[_Stage], in_flight: Sequence[int] | None, rule: str, recompute: bool
+    ) -> tuple[int, ...] | None:
         low = self._compute_s[-1] / sum(stage.speed for stage in stages)
         if any(stage.kind for stage in stages):
             low /= 8  # each device may get the layers that it is best at
         high, found = low * (1 + _PRECISION) or 1e-12, None
         for _ in range(_HALVINGS):
-            found = self._fill(stages, high, rule, recompute)
+            found = self._fill(stages, in_flight, high, rule, recompute)
             if found is not None:
                 break
             low, high = high, 2 * high
         if found is None:
-            return self._fill(stages, math.inf, rule, recompute)
+            return self._fill(stages, in_flight, math.inf, rule, recompute)
         while high > low * (1 + _PRECISION):
             middle = (low + high) / 2
-            ends = self._fill(stages, middle, rule, recompute)
+            ends = self._fill(stages, in_flight, middle, rule, recompute)
             if ends is None:
                 low = middle
             else:
                 high, found = middle, ends
         return found
 
-    def _stages(self, groups: Sequence[Group], pipelining: Pipelining | None) -> Iterator[_Stage]:
-        in_flight = pipelining.all_in_flight([len(group) for group in groups]) if pipelining else None
-        for number, group in enumerate(groups):
+    def _stage(self, group: Group, following: Group) -> _Stage:
+        """Return the stage of these devices before those of the next one."""
+        found = self._stages.get((group, following))
+        if found is None:
             devices = [self._cluster.device(name) for name in group]
-            following = groups[number + 1] if number + 1 < len(groups) else group
             kinds = {device.type for device in devices}
             one = len(kinds) == 1
-            yield _Stage(
+            facts = (
                 sum(device.speed if one else self._profile.speed(device) for device in devices),
-                min(device.room_bytes for device in devices) if in_flight else math.inf,
-                in_flight[number] if in_flight else 0,
+                min(device.room_bytes for device in devices),
                 self._cluster.link(group[0], following[0]),
                 min(len(group), len(following)),
                 kinds.pop() if one else "",
             )
+            found = _Stage(*facts, self._numbers.setdefault(facts, len(self._numbers)))
+            self._stages[group, following] = found
+        return found
 
     def _fill(
-        self, stages: Sequence[_Stage], limit_s: float, rule: str, recompute: bool
+        self,
+        stages: Sequence[_Stage],
+        in_flight: Sequence[int] | None,
+        limit_s: float,
+        rule: str,
+        recompute: bool,
     ) -> tuple[int, ...] | None:
         """Give each stage the longest run within the limit; None if layers remain."""
         count = len(self._compute_s) - 1
@@ -122,7 +140,8 @@ class ChainCutter:
             reach_s = compute_s[start] + limit_s * stage.speed * (1 + 1e-12)
             least = start if number + 1 < len(stages) else count - 1
             end = min(count - (len(stages) - number - 1), bisect_right(compute_s, reach_s) - 1)
-            end = self._roomy_end(stage, start, end, recompute)
+            if in_flight is not None and stage.room_bytes < math.inf:
+                end = self._roomy_end(stage.room_bytes, in_flight[number], start, end, recompute)
             send_s = self._sends(stage)
             while end > least:
                 busy_s = send_s[end]
@@ -139,22 +158,19 @@ class ChainCutter:
 
     def _sends(self, stage: _Stage) -> list[float]:
         """Return the seconds to send what crosses each cut, and to get its gradients back."""
-        key = (stage.link, stage.at_once)
-        if key not in self._send_s:
+        found = self._send_s.get(stage.number)
+        if found is None:
             spans, link = self._spans, stage.link
             both_s = spans.cut_messages * link.latency_s + spans.cut_both_bytes / link.bandwidth_bytes_per_s
-            self._send_s[key] = (both_s / stage.at_once).tolist()
-        return self._send_s[key]
+            found = self._send_s[stage.number] = (both_s / stage.at_once).tolist()
+        return found
 
-    def _roomy_end(self, stage: _Stage, start: int, end: int, recompute: bool) -> int:
+    def _roomy_end(self, room_bytes: float, in_flight: int, start: int, end: int, recompute: bool) -> int:
         """Return the last end up to `end` of a run that fits the memory; `start` if none does."""
-        if math.isinf(stage.room_bytes) or self._fits(stage, start, end, recompute):
-            return end
-        longer = range(start + 1, end)
-        return start + bisect_left(longer, True, key=lambda a: not self._fits(stage, start, a, recompute))
 
-    def _fits(self, stage: _Stage, start: int, end: int, recompute: bool) -> bool:
-        """Tell whether the memory suffices for a run of layers."""
-        kept = 1 if recompute else stage.in_flight
-        size = self._state[end] - self._state[start] + kept * (self._saved[end] - self._saved[start])
-        return bool(size + stage.in_flight * self._cut_bytes[start] <= stage.room_bytes)
+        def lacks(end: int) -> bool:
+            kept = 1 if recompute else in_flight
+            size = self._state[end] - self._state[start] + kept * (self._saved[end] - self._saved[start])
+            return bool(size + in_flight * self._cut_bytes[start] > room_bytes)
+
+        return end if not lacks(end) else start + bisect_left(range(start + 1, end), True, key=lacks)

@@ -88,7 +88,7 @@ class Plan:
                 devices=devices,
                 layers=tuple(profile.layers[place].name for place in layers),
                 cost=cost,
-                shares=tuple(profile.speed(cluster.device(device)) for device in devices),
+                shares=tuple(profile.speed(cluster.device(device), layers) for device in devices),
             )
             for (devices, layers), cost in zip(placement, costs, strict=True)
         )

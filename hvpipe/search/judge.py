@@ -13,6 +13,7 @@ from hvpipe.forecast.step import StepModel
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement_cost import together_s
 from hvpipe.plan.replication import Group
+from hvpipe.plan.span_costs import Spans
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Link
@@ -83,11 +84,19 @@ class Judge:
         self.every_device = every_device
         self.many = len(cluster.devices) > MANY_DEVICES
         self.room_bytes = {device.name: device.room_bytes for device in cluster.devices}
-        self.limited = any(math.isfinite(room) for room in self.room_bytes.values())
+        self.limited = self._most_bytes() > min(self.room_bytes.values())
         self._speed = self.model.speed  # in a whole model, for estimates
         self._device = {device.name: device for device in cluster.devices}
         self._known: dict[Layout, Judged] = {}
         self._links_of: dict[tuple[Group, Group], set[Link]] = {}
+
+    def _most_bytes(self) -> float:
+        """Return at least as many bytes as any layout needs on a device."""
+        spans, choice = Spans(self.profile), self.choice
+        chunks = max(chunks for _, chunks in choice.schedules)
+        stashed = float(spans.saved_bytes[-1]) + chunks * float(spans.cut_bytes.max())
+        recomputed = float(spans.saved_bytes[-1])
+        return float(spans.state_bytes[-1]) + choice.microbatches * stashed + recomputed
 
     def judge(self, layout: Layout, rival: Judged | None = None) -> Judged | None:
         """Forecast a layout; None if it cannot run or beat the rival, or if the budget is spent."""

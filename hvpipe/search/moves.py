@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
@@ -86,18 +87,31 @@ class Moves:
         for name, chunks in self._choice.schedules:
             if chunks != layout.chunks and layout.mode == "pipeline" and self._stages:
                 yield from self._recut(layout.groups, replace(layout, schedule=name, chunks=chunks))
+        for groups in self._changes(layout):
+            yield from self._with(groups, layout)
+
+    def any_devices(self, layout: Layout, draw: random.Random) -> Layout:
+        """Return the layout after one change of its devices, drawn at random."""
+        changes = list(self._changes(layout))
+        cuts = list(self._with(draw.choice(changes), layout)) if changes else []
+        return draw.choice(cuts or [layout])
+
+    def _changes(self, layout: Layout) -> Iterator[tuple[Group, ...]]:
+        """Yield other groups for a layout."""
         if len(layout.devices) > _FEW_DEVICES:
             return
-        for exchanged in self._exchanged(layout):
-            yield exchanged
-            yield from self._recut(exchanged.groups, layout)
-        for groups in self._regrouped(layout):
+        yield from self._exchanged(layout.groups, self._idle(layout))
+        for groups in self._regrouped(layout.groups, self._idle(layout)):
             if max(map(len, groups)) > 1 and ("hybrid" not in self._modes or layout.chunks > 1):
                 continue
-            if len(groups) == len(layout.groups):
-                yield replace(layout, groups=groups)
             if self._stages or len(groups) == len(layout.groups):
-                yield from self._recut(groups, layout)
+                yield groups
+
+    def _with(self, groups: Sequence[Group], layout: Layout) -> Iterator[Layout]:
+        """Yield the layout with other groups: with its cuts if they are as many, and cut again."""
+        if len(groups) == len(layout.groups):
+            yield replace(layout, groups=tuple(groups))
+        yield from self._recut(groups, layout)
 
     def _recut(self, groups: Sequence[Group], like: Layout) -> Iterator[Layout]:
         if len(groups) <= self._most_groups:
@@ -106,31 +120,28 @@ class Moves:
                 self._judge.left -= _CUT * len(groups)
                 yield layout
 
-    def _exchanged(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with the devices of two stages, or two devices, exchanged."""
-        groups = layout.groups
+    def _exchanged(self, groups: tuple[Group, ...], idle: Group) -> Iterator[tuple[Group, ...]]:
+        """Yield the groups of two stages, or two devices, exchanged; or a device for an idle one."""
         for one, other in combinations(range(len(groups)), 2):
             if self._kinds(groups[one]) != self._kinds(groups[other]):
                 exchanged = list(groups)
                 exchanged[one], exchanged[other] = groups[other], groups[one]
-                yield replace(layout, groups=tuple(exchanged))
+                yield tuple(exchanged)
             for a, b in self._distinct_pairs(groups[one], groups[other]):
                 if len(groups[one]) + len(groups[other]) > 2:
                     exchanged = list(groups)
                     exchanged[one] = tuple(b if name == a else name for name in groups[one])
                     exchanged[other] = tuple(a if name == b else name for name in groups[other])
-                    yield replace(layout, groups=tuple(exchanged))
-        idle = self._idle(layout)
+                    yield tuple(exchanged)
         for place, group in enumerate(groups):
             for a, b in self._distinct_pairs(group, idle):
                 instead = tuple(b if name == a else name for name in group)
-                yield replace(layout, groups=(*groups[:place], instead, *groups[place + 1 :]))
+                yield (*groups[:place], instead, *groups[place + 1 :])
 
-    def _regrouped(self, layout: Layout) -> Iterator[tuple[Group, ...]]:
+    def _regrouped(self, groups: tuple[Group, ...], idle: Group) -> Iterator[tuple[Group, ...]]:
         """Yield other groups: a device more, less or moved; two stages as one, or one as two."""
-        groups = layout.groups
         count = len(groups)
-        for name in self._one_of_each(self._idle(layout)):
+        for name in self._one_of_each(idle):
             for place in range(count):
                 yield (*groups[:place], (*groups[place], name), *groups[place + 1 :])
             for place in range(count + 1):

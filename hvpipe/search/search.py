@@ -128,7 +128,7 @@ def _kick(judge: Judge, moves: Moves) -> None:
         for best in list(judge.best.values()):
             layout = best.layout
             for _ in range(2):
-                layout = draw.choice([layout, *moves.devices(layout)])
+                layout = moves.any_devices(layout, draw)
             start = judge.judge(layout)
             if start is not None:
                 improve(judge, moves, start)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -238,10 +239,19 @@ class Profile:
             )
         return replace(self, layers=tuple(layers))
 
-    def speed(self, device: Device) -> float:
-        """Return how fast a device runs the whole model; a device of speed 1 without a type has 1."""
-        there_s = self.on(device.type).compute_s
-        return device.speed * (self.compute_s / there_s if there_s and there_s != self.compute_s else 1.0)
+    def speed(self, device: Device, places: Sequence[int] | None = None) -> float:
+        """Return how fast a device runs consecutive layers; a device of speed 1 without a type has 1.
+
+        Args:
+            device: The device.
+            places: The indices of the layers; None for the whole model.
+        """
+        there = self.on(device.type)
+        if there is self:
+            return device.speed
+        start, end = (0, len(self.layers)) if places is None else (places[0], places[-1] + 1)
+        usual_s, there_s = (of._compute_until_s[end] - of._compute_until_s[start] for of in (self, there))
+        return device.speed * (usual_s / there_s if usual_s > 0 and there_s > 0 else 1.0)
 
     def levelled(self, cluster: Cluster) -> Cluster:
         """Return the cluster with devices of no type, as fast as they run the whole model."""
@@ -259,7 +269,12 @@ class Profile:
     @cached_property
     def compute_s(self) -> float:
         """Seconds of all layers' forwards and backwards."""
-        return sum(layer.compute_s for layer in self.layers)
+        return self._compute_until_s[-1]
+
+    @cached_property
+    def _compute_until_s(self) -> list[float]:
+        """Seconds of the forwards and backwards of the first 0, 1, 2, ... layers."""
+        return [0.0, *accumulate(layer.compute_s for layer in self.layers)]
 
     @cached_property
     def fingerprint(self) -> str:
