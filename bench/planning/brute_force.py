@@ -1,7 +1,8 @@
 """The chosen plan of small random cases against every plan that the tool offers, by the simulated step.
 
 ``python -m bench.planning.brute_force --cases 200``. ``--moves`` leaves out the search of every layout, to
-look at what larger cases rely on.
+look at what larger cases rely on. ``--larger`` plans 24 layers on 8 devices, which have too many plans to
+try, and compares with a search of ten times the work.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from hvpipe.forecast.data_parallel import forecast_data_parallel
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group
 from hvpipe.search import exhaustive
+from hvpipe.search.choice import candidates, find
 from hvpipe.search.judge import Judge
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import PipeliningChoice
+from hvpipe.search.search import BUDGET
 from hvpipe.specs.cluster import Cluster, Device, Host, Link
 from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.specs.profile import Profile
@@ -136,6 +139,24 @@ def planned(request: PlanRequest, *, moves: bool = False, with_baselines: bool =
         return None
 
 
+def larger(cases: int) -> int:
+    """Compare the search with one of ten times the work; 1 if it is more than 10 % slower somewhere."""
+    ratios = []
+    for seed in range(cases):
+        request = random_case(seed, layers=24, devices=8)
+        args = request.profile, request.cluster, request.choice
+        (usual, *_), (longer, *_) = candidates(*args), find(*args, budget=10 * BUDGET)
+        if usual.forecast is None or longer.forecast is None:
+            print(f"{seed}: fits in no way, or only a search of ten times the work finds how", flush=True)
+            continue
+        ratios.append(usual.forecast.step_s / longer.forecast.step_s)
+        steps = f"{longer.forecast.step_s:9.4f} s {usual.forecast.step_s:9.4f} s"
+        print(f"{seed}: {usual.mode:10} {steps} {ratios[-1]:7.4f}x", flush=True)
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    print(f"{len(ratios)} cases: worst {max(ratios):.4f}x, geometric mean {mean:.4f}x of ten times the work")
+    return int(max(ratios) > 1.1)
+
+
 def fastest_baseline_s(result: PlanResult) -> float:
     """Return the step of the fastest baseline that hvpipe prints and can run."""
     shown = (one for one in result.baselines.values() if one is not None and one.plan.contiguous)
@@ -147,7 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.planning.brute_force", description=__doc__)
     parser.add_argument("--cases", type=int, default=200, help="random cases (default: 200)")
     parser.add_argument("--moves", action="store_true", help="do not search every layout")
+    parser.add_argument("--larger", action="store_true", help="24 layers on 8 devices")
     options = parser.parse_args(argv)
+    if options.larger:
+        return larger(options.cases)
     ratios, refused, beaten = [], 0, 0
     for seed in range(options.cases):
         request = random_case(seed, layers=3 + seed % 6, devices=2 + seed // 6 % 3)

@@ -65,7 +65,7 @@ class Judge:
         profile: The model, with costs of one micro-batch.
         cluster: The devices and links.
         choice: What is fixed and what is open.
-        budget: The work that `judge` may do: 4 for each simulated action, 100 for each device.
+        budget: The work that `judge` and `promise` may do, in units of some 0.4 microseconds.
         every_device: Whether a layout must use every device, as a run on these ranks must.
     """
 
@@ -85,9 +85,9 @@ class Judge:
         self.many = len(cluster.devices) > MANY_DEVICES
         self.room_bytes = {device.name: device.room_bytes for device in cluster.devices}
         self.limited = self._most_bytes() > min(self.room_bytes.values())
-        self._speed = self.model.speed  # in a whole model, for estimates
         self._device = {device.name: device for device in cluster.devices}
         self._known: dict[Layout, Judged] = {}
+        self._bounds: dict[Layout, tuple[Pipelining, float, float]] = {}
         self._links_of: dict[tuple[Group, Group], set[Link]] = {}
 
     def _most_bytes(self) -> float:
@@ -104,14 +104,9 @@ class Judge:
             return self._known[layout]
         if self.left <= 0 or (self.every_device and len(layout.devices) < len(self._device)):
             return None
-        pipelining = Pipelining(
-            layout.schedule, self.choice.microbatches, self.choice.fixed_recompute, layout.chunks
-        )
-        if pipelining.least_stages > len(layout.ends):
-            return None
         try:
-            found = self._forecast(layout, pipelining, rival)
-        except HvpipeError:  # a replica gets no micro-batch, or chunks do not go up
+            found = self._forecast(layout, self._pipelining(layout), rival)
+        except HvpipeError:  # for example, a replica gets no micro-batch
             found = None
         if found is not None:
             self._known[layout] = found
@@ -121,15 +116,45 @@ class Judge:
         return found
 
     def _forecast(self, layout: Layout, pipelining: Pipelining, rival: Judged | None) -> Judged | None:
-        placement = layout.placement
-        self.left -= 100 + 100 * len(layout.devices)
-        pipelining, missing_bytes = self._with_memory(layout, pipelining)
+        pipelining, missing_bytes, bound_s = self._bounded(layout, pipelining)
         if missing_bytes:
             return Judged(layout, pipelining, math.inf, missing_bytes)
-        if rival is not None and rival.fits and self.bound_s(layout, pipelining) >= rival.step_s:
+        if rival is not None and rival.fits and bound_s >= rival.step_s:
             return None
-        self.left -= 8 * len(placement) * pipelining.microbatches
-        return Judged(layout, pipelining, self.model.step(placement, pipelining).step_s)
+        self.left -= 100 + 60 * len(layout.devices) + 8 * len(layout.ends) * pipelining.microbatches
+        return Judged(layout, pipelining, self.model.step(layout.placement, pipelining).step_s)
+
+    def _pipelining(self, layout: Layout) -> Pipelining:
+        how = Pipelining(
+            layout.schedule, self.choice.microbatches, self.choice.fixed_recompute, layout.chunks
+        )
+        if how.least_stages > len(layout.ends):
+            raise HvpipeError(f"recompute should name stages of the layout. Received: {how.recompute}")
+        return how
+
+    def promise(self, layout: Layout) -> tuple[float, float]:
+        """Return a key that sorts layouts before they are simulated: missing bytes, and a bound of the step.
+
+        Most steps are less than 1.1 times their bound.
+        """
+        how = Pipelining(
+            layout.schedule, self.choice.microbatches, self.choice.fixed_recompute, layout.chunks
+        )
+        try:
+            _, missing_bytes, bound_s = self._bounded(layout, how)
+        except HvpipeError:  # see `judge`
+            return math.inf, math.inf
+        return missing_bytes, bound_s
+
+    def _bounded(self, layout: Layout, pipelining: Pipelining) -> tuple[Pipelining, float, float]:
+        """Return the pipelining with what recomputes, the bytes that are missing, and a bound of the step."""
+        if layout not in self._bounds:
+            if not self.many:  # `Starts` counts this with the cuts
+                self.left -= 40 * len(layout.devices)
+            pipelining, missing_bytes = self._with_memory(layout, pipelining)
+            bound_s = math.inf if missing_bytes else self.bound_s(layout, pipelining)
+            self._bounds[layout] = pipelining, missing_bytes, bound_s
+        return self._bounds[layout]
 
     def _with_memory(self, layout: Layout, pipelining: Pipelining) -> tuple[Pipelining, float]:
         """Let stages recompute where memory is short, if that is open; return what is still missing."""
@@ -231,34 +256,6 @@ class Judge:
             backward_s = (sums.backward_s[end] - sums.backward_s[start]) / device.speed
             found.append((forward_s, backward_s + forward_s if recompute else backward_s))
         return found
-
-    def estimate_s(self, layout: Layout) -> float:
-        """Estimate the step without simulating it: a micro-batch all the way, then one per bottleneck.
-
-        Neighbours' transfers hide behind computing, as in PipeDream's rule (Narayanan et al., SOSP 2019).
-        """
-        sums, m = self.model.sums, self.choice.microbatches
-        crossings = sums.crossings(layout.ends)
-        spans = list(pairwise((0, *layout.ends)))
-        groups = layout.groups * layout.chunks
-        once_s, busiest_s, reduce_s = 0.0, 0.0, 0.0
-        for (start, end), group in zip(spans, groups, strict=True):
-            speeds = [self._speed[name] for name in group]
-            compute_s = sum(of[end] - of[start] for of in (sums.forward_s, sums.backward_s))
-            once_s += compute_s / max(speeds)
-            busiest_s = max(busiest_s, layout.chunks * compute_s / sum(speeds))
-            if len(group) > 1:
-                reduce_s = max(reduce_s, self._reduce_s(group, sum(sums.bucket_bytes(start, end))))
-        for (maker, user), crossing in crossings.items():
-            link = self.cluster.link(groups[maker][0], groups[user][0])
-            travel_s = crossing.time_s(link, back=False) + crossing.time_s(link, back=True)
-            once_s += travel_s
-            busiest_s = max(busiest_s, travel_s / min(len(groups[maker]), len(groups[user])))
-        return once_s + (m - 1) * busiest_s + reduce_s
-
-    def _reduce_s(self, group: Sequence[str], size_bytes: int) -> float:
-        link = self.cluster.link(group[0], group[-1])
-        return 2 * (len(group) - 1) * link.time_s(size_bytes / len(group))
 
 
 def _whole_s(times_s: Sequence[tuple[float, float]], pipelining: Pipelining) -> float:

@@ -17,9 +17,10 @@ _FEW_DEVICES = 64
 # With so many stages, only the nearest cuts are tried.
 _FEW_STAGES = 16
 # The work of a cut by a rule, for each stage, as `Judge` counts it.
-_CUT = 100
-# So many changes of devices settle before they are compared with the best layout.
-_SETTLED = 6
+_CUT = 30
+# Of the changes of devices, the most promising are simulated, and some of these settle: at once if their step
+# is at most this much longer than the best, then the fastest of the others.
+_SIMULATED, _SETTLED, _NEAR = 30, 6, 1.03
 
 
 class Moves:
@@ -192,15 +193,18 @@ def improve(judge: Judge, moves: Moves, start: Judged) -> Judged:
     elsewhere, the most promising changes settle before they are compared.
     """
     best = settle(judge, moves, start)
-    improved = True
-    while improved and judge.left > 0:
-        improved = False
-        for changed in _changed(judge, moves, best):
-            settled = settle(judge, moves, changed)
-            if settled.beats(best):
-                best, improved = settled, True
-                break
+    while judge.left > 0 and (found := _changed(judge, moves, best)) is not None:
+        best = found
     return best
+
+
+def try_better(judge: Judge, moves: Moves, layout: Layout, best: Judged) -> Judged | None:
+    """Settle a layout if its bound, after its boundaries have moved, lets it beat the best."""
+    layout, (missing_bytes, bound_s) = descend(judge, moves, layout)
+    if best.fits and (missing_bytes or bound_s >= best.step_s):
+        return None
+    judged = judge.judge(layout)
+    return None if judged is None else settle(judge, moves, judged)
 
 
 def settle(judge: Judge, moves: Moves, start: Judged) -> Judged:
@@ -216,13 +220,40 @@ def settle(judge: Judge, moves: Moves, start: Judged) -> Judged:
     return best
 
 
-def _changed(judge: Judge, moves: Moves, best: Judged) -> list[Judged]:
-    """Return the best layout for each change of devices or chunks, the most promising first."""
-    firsts: dict[object, Judged] = {}
-    for layout in moves.devices(best.layout):
-        if judge.left <= 0:
+def descend(judge: Judge, moves: Moves, start: Layout) -> tuple[Layout, tuple[float, float]]:
+    """Move boundaries as long as that lowers the bound of the step; return the layout and its promise."""
+    best, promise, improved = start, judge.promise(start), True
+    while improved and judge.left > 0:
+        improved = False
+        for neighbours in (moves.boundaries, moves.shifts):
+            for layout in neighbours(best):
+                found = judge.promise(layout)
+                if found < promise:
+                    best, promise, improved = layout, found, True
+    return best, promise
+
+
+def _changed(judge: Judge, moves: Moves, best: Judged) -> Judged | None:
+    """Return a better layout with other devices or chunks; None if no promising change is better."""
+    steps_s: set[float] = set()  # equal ones are mostly of equal layouts, with like devices exchanged
+    rest: list[Judged] = []
+    settled = 0
+    for layout in sorted(moves.devices(best.layout), key=judge.promise):
+        if len(steps_s) == _SIMULATED:
             break
-        judged, change = judge.judge(layout), (layout.groups, layout.chunks)
-        if judged is not None and judged.beats(firsts.get(change)):
-            firsts[change] = judged
-    return sorted(firsts.values(), key=lambda one: (one.missing_bytes, one.step_s))[:_SETTLED]
+        judged = judge.judge(layout)
+        if judged is None or judged.step_s in steps_s:
+            continue
+        if judged.fits:
+            steps_s.add(judged.step_s)
+        if settled == _SETTLED or not (judged.beats(best) or judged.step_s < _NEAR * best.step_s):
+            rest.append(judged)
+            continue
+        settled += 1
+        if (found := settle(judge, moves, judged)).beats(best):
+            return found
+    rest.sort(key=lambda one: (one.missing_bytes, one.step_s))
+    for judged in rest[: _SETTLED - settled]:
+        if (found := settle(judge, moves, judged)).beats(best):
+            return found
+    return None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hvpipe.search.exhaustive import every_layout, judge_all
 from hvpipe.search.judge import Judge, Judged
 from hvpipe.search.layout import Layout
-from hvpipe.search.moves import Moves, improve, settle
+from hvpipe.search.moves import Moves, improve, settle, try_better
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.search.starts import Starts
 from hvpipe.specs.cluster import Cluster
@@ -17,8 +17,8 @@ from hvpipe.specs.profile import Profile
 BUDGET = 6_000_000
 """The work of a search, as `Judge` counts it: some seconds."""
 
-# The starts that are simulated, by their estimate, and those of them that are improved.
-_SIMULATED, _IMPROVED = 60, 10
+# The starts that are simulated, the most promising, and those of them that are improved.
+_SIMULATED, _IMPROVED = 60, 6
 # With many devices, fewer are simulated and improved.
 _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 12, 2
 
@@ -27,7 +27,9 @@ _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 12, 2
 _ANY_STAGES = 8
 
 # The best layouts are changed at random so many times, with at most so many devices.
-_KICKS, _KICKED_DEVICES = 10, 16
+_KICKS, _KICKED_DEVICES = 200, 16
+# What comes out is improved if its step is at most this much longer.
+_PROMISING = 1.02
 
 
 def search(
@@ -42,9 +44,10 @@ def search(
     """Find the fastest pipeline and the fastest hybrid.
 
     It cuts the model by several rules for several numbers of stages, orders and replicas, and simulates the
-    most promising by an estimate. If there are few layouts, it then judges all. Otherwise it improves the
-    best, and the best on the faster half of the devices, by local moves: boundaries, schedules, devices,
-    stages. Equal arguments give equal results.
+    most promising by a bound of the step. If there are few layouts, it then judges all. Otherwise it improves
+    the best, and the best on the faster half of the devices, by local moves: boundaries, schedules, devices,
+    stages. Then it changes the best at random, and improves what comes out. Equal arguments give equal
+    results.
 
     Args:
         profile: The model, with costs of one micro-batch.
@@ -79,14 +82,15 @@ def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str,
     moves = Moves(judge, starts, stages is None, modes)
     simulated, improved = (_SIMULATED_OF_MANY, _IMPROVED_OF_MANY) if many else (_SIMULATED, _IMPROVED)
     every = every_layout(judge, stages, modes)
-    ordered = sorted(starts.layouts(), key=judge.estimate_s)
+    ordered = sorted(starts.layouts(), key=judge.promise)
     of_modes = ([one for one in ordered if one.mode == mode] for mode in ("pipeline", "hybrid", "data"))
     promising = [one for of_mode in of_modes for one in of_mode[: simulated // 2]]
     judged = [judge.judge(layout) for layout in (*starts.greedy(), *promising)]
     ranked = _best_first(one for one in judged if one is not None)
     if every is not None and judge_all(judge, every, budget // 3):
         return judge.best
-    diverse = [*_of_fewer(judge, stages, modes, budget // (4 if many else 2)), *_diverse(ranked)]
+    ranked = _best_first([*_of_fewer(judge, stages, modes, budget // 4), *ranked])
+    diverse = _diverse(ranked)
     for start in diverse[:improved]:
         improve(judge, moves, start)
     if not many:
@@ -122,16 +126,18 @@ def _of_fewer(judge: Judge, stages: int | None, modes: Sequence[str], budget: in
 
 
 def _kick(judge: Judge, moves: Moves) -> None:
-    """Change the devices of the best layouts twice at random, and improve what comes out."""
+    """Change the devices of the best layouts twice at random, and improve what may come out better."""
     draw = random.Random(0)
     for _ in range(_KICKS):
         for best in list(judge.best.values()):
+            if judge.left <= 0:
+                return
             layout = best.layout
             for _ in range(2):
                 layout = moves.any_devices(layout, draw)
-            start = judge.judge(layout)
-            if start is not None:
-                improve(judge, moves, start)
+            settled = try_better(judge, moves, layout, best)
+            if settled is not None and settled.step_s < _PROMISING * best.step_s:
+                improve(judge, moves, settled)
 
 
 def _settle_rest(judge: Judge, moves: Moves, starts: Iterable[Judged]) -> None:
