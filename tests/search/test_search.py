@@ -83,6 +83,25 @@ def test_one_micro_batch_over_devices_that_are_each_fast_on_some_layers() -> Non
     assert best.step_s == pytest.approx(6)
 
 
+def test_replicas_share_by_their_speed_for_their_stage() -> None:
+    """Regression: they shared by their speed for the whole model, here 4/3 and 1."""
+    profile = chain(2, 3)
+    layers = [
+        replace(profile.layers[0], time_s={"x": (0.5, 1.0)}),
+        replace(profile.layers[1], time_s={"x": (2, 4)}),
+    ]
+    devices = (Device("a"), Device("b"), Device("c", type="x"))
+    cluster = Cluster(tuple(Host(device.name, (device,)) for device in devices))
+    profile, how = replace(profile, layers=tuple(layers)), Pipelining("1f1b", 6)
+    placement = [(("a",), range(1)), (("b", "c"), range(1, 2))]
+    plan = Plan.of(profile, cluster, placement, how, "hybrid")
+    assert [stage.shares for stage in plan.stages] == [(1.0,), (1.0, 0.5)]
+    judge = Judge(profile, cluster, PipeliningChoice.of(how), 10**6)
+    one = judge.judge(Layout((("a",), ("b", "c")), (1, 2), "1f1b"))
+    assert one is not None
+    assert one.step_s == forecast(plan, profile, cluster).step_s
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_no_baseline_of_a_real_model_is_faster(name: str) -> None:
     profile, cluster, how = model(name), equal_cluster(3, Link(1e-4, 1.25e9)), Pipelining("1f1b", 8)
