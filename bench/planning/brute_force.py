@@ -152,6 +152,8 @@ def larger(cases: int) -> int:
         ratios.append(usual.forecast.step_s / longer.forecast.step_s)
         steps = f"{longer.forecast.step_s:9.4f} s {usual.forecast.step_s:9.4f} s"
         print(f"{seed}: {usual.mode:10} {steps} {ratios[-1]:7.4f}x", flush=True)
+    if not ratios:
+        return 0
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     print(f"{len(ratios)} cases: worst {max(ratios):.4f}x, geometric mean {mean:.4f}x of ten times the work")
     return int(max(ratios) > 1.1)

@@ -6,12 +6,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <fstream>
 #include <utility>
 
 namespace hvpipe {
 
-ExitTimer::ExitTimer(double limit_s, std::string message)
-    : message_(std::move(message)), thread_([this, limit_s] { Wait(limit_s); }) {}
+ExitTimer::ExitTimer(double limit_s, std::string message, std::string sign)
+    : message_(std::move(message)), sign_(std::move(sign)), thread_([this, limit_s] { Wait(limit_s); }) {}
 
 ExitTimer::~ExitTimer() {
   {
@@ -29,6 +30,7 @@ void ExitTimer::Wait(double limit_s) {
   if (wake_.wait_for(lock, limit, [this] { return stopped_; })) return;
   std::fputs(message_.c_str(), stderr);
   std::fflush(stderr);
+  if (!sign_.empty()) std::ofstream{sign_};
   _exit(1);  // without the handlers of exit, which would call MPI
 }
 

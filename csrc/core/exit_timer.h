@@ -11,8 +11,9 @@ namespace hvpipe {
 // MPI_Init, MPI_Comm_dup, MPI_Finalize and their like wait for other ranks, and know no time limit.
 class ExitTimer {
  public:
-  // After `limit_s` seconds, writes `message` to stderr and ends the process with code 1.
-  ExitTimer(double limit_s, std::string message);
+  // After `limit_s` seconds, writes `message` to stderr, makes the file `sign` unless its name is empty, and
+  // ends the process with code 1.
+  ExitTimer(double limit_s, std::string message, std::string sign);
   // Stops the timer.
   ~ExitTimer();
   ExitTimer(const ExitTimer&) = delete;
@@ -22,6 +23,7 @@ class ExitTimer {
   void Wait(double limit_s);
 
   const std::string message_;
+  const std::string sign_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopped_ = false;

@@ -213,6 +213,7 @@ NB_MODULE(_engine, m) {
       },
       nb::arg("signal"), nb::arg("limit_ms"));
   nb::class_<hvpipe::ExitTimer>(m, "ExitTimer")
-      .def(nb::init<double, std::string>(), nb::arg("limit_s"), nb::arg("message"));
+      .def(nb::init<double, std::string, std::string>(), nb::arg("limit_s"), nb::arg("message"),
+           nb::arg("sign"));
   m.def("count_devices", &hvpipe::CountDevices, nb::arg("library"));
 }

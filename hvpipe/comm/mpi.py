@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _CLOCK_ROUNDS = 32
 _LONGEST_ABORT_S = 10
-_SLACK_S = 10.0
+_LEAST_INIT_S = 60.0
+"""Ranks may start at different times, also if they must answer sooner later on."""
 _MOST_BYTES = 1 << 30
 """Limit of one MPI call, because MPI's counts and offsets are ints."""
 
@@ -120,7 +121,8 @@ class MpiWorld:
         self._end_watch()
         before, mpi = self._comm, self._mpi
         while True:
-            before = shrunk(mpi, before)
+            with self._limited("calls of MPI that leave out lost ranks"):
+                before = shrunk(mpi, before)
             # If another rank is lost meanwhile, no rank may wait for it in the calls of the constructor.
             watch = LossWatch(mpi, before, lambda _: None)
             try:
@@ -129,7 +131,8 @@ class MpiWorld:
                 world = None
             watch.stop()
             try:
-                agreed = before.Agree(int(world is not None))
+                with self._limited("calls of MPI that leave out lost ranks"):
+                    agreed = before.Agree(int(world is not None))
             except mpi.Exception:
                 agreed = 0
             if agreed and world is not None:
@@ -245,9 +248,9 @@ class MpiWorld:
                 self._comm.Free()
 
     def _limited(self, what: str) -> AbstractContextManager[None]:
-        """Limit calls that nothing can interrupt. Waits inside that have a limit of their own end before."""
+        """Limit calls that nothing can interrupt."""
         who = f"rank {self.rank} of {self.size} on {self.host}"
-        return limited_call(who, self.library_version, what, self._timeout_s + _SLACK_S, "HVPIPE_TIMEOUT")
+        return limited_call(who, self.library_version, what, self._timeout_s, "HVPIPE_TIMEOUT")
 
     def _send(self, rank: int, value: float, what: str) -> None:
         self._wait(self._comm.Isend(array("d", [value]), rank), f"{what} to rank {rank}")
@@ -380,7 +383,7 @@ def _initialise(mpi: ModuleType, who: str, timeout_s: float, shutdown_timeout_s:
     import atexit
 
     library = short_version(mpi.Get_library_version())
-    with limited_call(who, library, "MPI_Init", timeout_s, "HVPIPE_TIMEOUT"):
+    with limited_call(who, library, "MPI_Init", max(timeout_s, _LEAST_INIT_S), "HVPIPE_TIMEOUT"):
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     limit = limited_call(who, library, "MPI_Finalize", shutdown_timeout_s, "HVPIPE_SHUTDOWN_TIMEOUT")
     atexit.register(_finalise, mpi, os.getpid(), limit)

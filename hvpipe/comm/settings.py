@@ -101,7 +101,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_BACKEND | "mpi" or "horovod": what joins the ranks |
     | HVPIPE_TIMEOUT | longest wait for another rank, in seconds |
     | HVPIPE_FIRST_STEP_TIMEOUT | the same until two training steps have ended |
-    | HVPIPE_SHUTDOWN_TIMEOUT | longest wait for the others in `shutdown`, in seconds |
+    | HVPIPE_SHUTDOWN_TIMEOUT | longest wait for the others in `shutdown` and MPI_Finalize, in seconds |
     | HVPIPE_TRACE, HVPIPE_UTILIZATION | files to write |
     | HVPIPE_UTILIZATION_HZ | samples per second |
     | HVPIPE_LIVE | report to `hvpipe top`: 0, 1 or a folder; the default is HVPIPE_SUMMARY |

@@ -210,7 +210,7 @@ def best_microbatches(
     Args:
         request_with: Makes the request for a number of micro-batches.
         batch_size: Samples per step.
-        budget: The work of all searches together, in simulated actions; if they find nothing, of another one.
+        budget: The work of all searches together, as `Judge` counts it; if they find nothing, of another one.
 
     Returns:
         The request with the best number.

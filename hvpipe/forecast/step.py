@@ -57,7 +57,6 @@ class StepModel:
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         self.profile, self.cluster = profile, cluster
         self.sums = LayerSums(profile)
-        self.speed = {device.name: profile.speed(device) for device in cluster.devices}
         self._rings: dict[tuple[str, ...], Ring] = {}
 
     def schedule(

@@ -36,6 +36,8 @@ class _Stage:
     kind: str
     number: int
     """Equal stages have equal numbers."""
+    sending: int
+    """Stages that send alike have equal numbers."""
 
 
 class ChainCutter:
@@ -119,7 +121,8 @@ class ChainCutter:
                 min(len(group), len(following)),
                 kinds.pop() if one else "",
             )
-            found = _Stage(*facts, self._numbers.setdefault(facts, len(self._numbers)))
+            number, sending = (self._numbers.setdefault(of, len(self._numbers)) for of in (facts, facts[2:4]))
+            found = _Stage(*facts, number, sending)
             self._stages[group, following] = found
         return found
 
@@ -158,11 +161,11 @@ class ChainCutter:
 
     def _sends(self, stage: _Stage) -> list[float]:
         """Return the seconds to send what crosses each cut, and to get its gradients back."""
-        found = self._send_s.get(stage.number)
+        found = self._send_s.get(stage.sending)
         if found is None:
             spans, link = self._spans, stage.link
             both_s = spans.cut_messages * link.latency_s + spans.cut_both_bytes / link.bandwidth_bytes_per_s
-            found = self._send_s[stage.number] = (both_s / stage.at_once).tolist()
+            found = self._send_s[stage.sending] = (both_s / stage.at_once).tolist()
         return found
 
     def _roomy_end(self, room_bytes: float, in_flight: int, start: int, end: int, recompute: bool) -> int:

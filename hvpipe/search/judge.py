@@ -1,4 +1,4 @@
-"""Judges layouts by the forecast of their step, within a budget of simulated actions."""
+"""Judges layouts by the forecast of their step, within a budget of work."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ class Judge:
         self.limited = self._most_bytes() > min(self.room_bytes.values())
         self._device = {device.name: device for device in cluster.devices}
         self._known: dict[Layout, Judged] = {}
+        self._refused: set[Layout] = set()
         self._bounds: dict[Layout, tuple[Pipelining, float, float]] = {}
         self._links_of: dict[tuple[Group, Group], set[Link]] = {}
 
@@ -102,11 +103,16 @@ class Judge:
         """Forecast a layout; None if it cannot run or beat the rival, or if the budget is spent."""
         if layout in self._known:
             return self._known[layout]
-        if self.left <= 0 or (self.every_device and len(layout.devices) < len(self._device)):
+        if (
+            self.left <= 0
+            or layout in self._refused
+            or (self.every_device and len(layout.devices) < len(self._device))
+        ):
             return None
         try:
             found = self._forecast(layout, self._pipelining(layout), rival)
         except HvpipeError:  # for example, a replica gets no micro-batch
+            self._refused.add(layout)
             found = None
         if found is not None:
             self._known[layout] = found
@@ -137,11 +143,10 @@ class Judge:
 
         Most steps are less than 1.1 times their bound.
         """
-        how = Pipelining(
-            layout.schedule, self.choice.microbatches, self.choice.fixed_recompute, layout.chunks
-        )
+        if layout in self._refused or max(map(len, layout.groups)) > self.choice.microbatches:
+            return math.inf, math.inf
         try:
-            _, missing_bytes, bound_s = self._bounded(layout, how)
+            _, missing_bytes, bound_s = self._bounded(layout, self._pipelining(layout))
         except HvpipeError:  # see `judge`
             return math.inf, math.inf
         return missing_bytes, bound_s
@@ -149,8 +154,7 @@ class Judge:
     def _bounded(self, layout: Layout, pipelining: Pipelining) -> tuple[Pipelining, float, float]:
         """Return the pipelining with what recomputes, the bytes that are missing, and a bound of the step."""
         if layout not in self._bounds:
-            if not self.many:  # `Starts` counts this with the cuts
-                self.left -= 40 * len(layout.devices)
+            self.left -= 27 * len(layout.devices)
             pipelining, missing_bytes = self._with_memory(layout, pipelining)
             bound_s = math.inf if missing_bytes else self.bound_s(layout, pipelining)
             self._bounds[layout] = pipelining, missing_bytes, bound_s

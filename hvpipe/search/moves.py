@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise, product, takewhile
 
 from hvpipe.plan.replication import Group, device_kinds
 from hvpipe.search.judge import Judge, Judged
@@ -17,7 +17,7 @@ _FEW_DEVICES = 64
 # With so many stages, only the nearest cuts are tried.
 _FEW_STAGES = 16
 # The work of a cut by a rule, for each stage, as `Judge` counts it.
-_CUT = 30
+_CUT = 20
 # Of the changes of devices, the most promising are simulated, and some of these settle: at once if their step
 # is at most this much longer than the best, then the fastest of the others.
 _SIMULATED, _SETTLED, _NEAR = 30, 6, 1.03
@@ -227,6 +227,8 @@ def descend(judge: Judge, moves: Moves, start: Layout) -> tuple[Layout, tuple[fl
         improved = False
         for neighbours in (moves.boundaries, moves.shifts):
             for layout in neighbours(best):
+                if judge.left <= 0:
+                    break
                 found = judge.promise(layout)
                 if found < promise:
                     best, promise, improved = layout, found, True
@@ -234,11 +236,17 @@ def descend(judge: Judge, moves: Moves, start: Layout) -> tuple[Layout, tuple[fl
 
 
 def _changed(judge: Judge, moves: Moves, best: Judged) -> Judged | None:
-    """Return a better layout with other devices or chunks; None if no promising change is better."""
+    """Return a better layout with other devices or chunks; None if no promising change is better.
+
+    Finding the changes takes at most half of the work that is left.
+    """
+    half = judge.left // 2
+    changes = takewhile(lambda _: judge.left > half, moves.devices(best.layout))
+    promising = sorted([(judge.promise(layout), number, layout) for number, layout in enumerate(changes)])
     steps_s: set[float] = set()  # equal ones are mostly of equal layouts, with like devices exchanged
     rest: list[Judged] = []
     settled = 0
-    for layout in sorted(moves.devices(best.layout), key=judge.promise):
+    for _, _, layout in promising:
         if len(steps_s) == _SIMULATED:
             break
         judged = judge.judge(layout)

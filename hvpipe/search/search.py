@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from hvpipe.search.exhaustive import every_layout, judge_all
 from hvpipe.search.judge import Judge, Judged
@@ -14,7 +15,7 @@ from hvpipe.search.starts import Starts
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
-BUDGET = 6_000_000
+BUDGET = 5_000_000
 """The work of a search, as `Judge` counts it: some seconds."""
 
 # The starts that are simulated, the most promising, and those of them that are improved.
@@ -82,9 +83,13 @@ def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str,
     moves = Moves(judge, starts, stages is None, modes)
     simulated, improved = (_SIMULATED_OF_MANY, _IMPROVED_OF_MANY) if many else (_SIMULATED, _IMPROVED)
     every = every_layout(judge, stages, modes)
-    ordered = sorted(starts.layouts(), key=judge.promise)
+    layouts = list(starts.layouts())
+    left = judge.left
+    ordered = sorted(layouts, key=judge.promise)
+    judge.left = left  # however many there are, some must be simulated
     of_modes = ([one for one in ordered if one.mode == mode] for mode in ("pipeline", "hybrid", "data"))
-    promising = [one for of_mode in of_modes for one in of_mode[: simulated // 2]]
+    turns = zip_longest(*(of_mode[: simulated // 2] for of_mode in of_modes))
+    promising = [one for turn in turns for one in turn if one is not None]
     judged = [judge.judge(layout) for layout in (*starts.greedy(), *promising)]
     ranked = _best_first(one for one in judged if one is not None)
     if every is not None and judge_all(judge, every, budget // 3):

@@ -28,7 +28,7 @@ from hvpipe.search.data_devices import data_devices
 from hvpipe.search.judge import Judge
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import PipeliningChoice
-from hvpipe.search.search import faster_halves, search
+from hvpipe.search.search import BUDGET, faster_halves, search
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
 from model_graphs import MODELS, chain, model
 
@@ -81,6 +81,14 @@ def test_one_micro_batch_over_devices_that_are_each_fast_on_some_layers() -> Non
     cluster = Cluster((Host("a", (Device("a"),)), Host("b", (Device("b", type="x"),))))
     best = choose(replace(profile, layers=tuple(layers)), cluster, PipeliningChoice("1f1b", 1))
     assert best.step_s == pytest.approx(6)
+
+
+def test_a_small_budget_suffices_for_a_plan_of_many_devices() -> None:
+    """Regression: bounds of the starts used it up, and hybrids were not simulated."""
+    request = random_case(2, layers=40, devices=24)
+    found = search(request.profile, request.cluster, PipeliningChoice(microbatches=32), budget=BUDGET // 11)
+    assert len(found["pipeline"].layout.devices) >= 12
+    assert len(found["hybrid"].layout.devices) >= 12
 
 
 def test_replicas_share_by_their_speed_for_their_stage() -> None:
