@@ -371,9 +371,9 @@ def init(
 def shutdown() -> None:
     """Leave the ranks. All ranks call it together; it also runs at exit.
 
-    Afterwards each rank continues on its own. At exit they wait for each other in MPI_Finalize, at most
-    HVPIPE_SHUTDOWN_TIMEOUT. It writes the trace and the summary if `hvpipe run` requested them. Another call
-    does nothing.
+    It writes the trace and the summary if `hvpipe run` requested them. Another call does nothing. Afterwards
+    each rank continues on its own. At exit the ranks wait for each other in MPI_Finalize, at most
+    HVPIPE_SHUTDOWN_TIMEOUT.
 
     Raises:
         HvpipeError: With one rank, if closing fails. With several ranks a failure ends all of them.

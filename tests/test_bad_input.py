@@ -195,8 +195,9 @@ def test_a_rank_is_killed_and_the_launcher_does_not_notice(script: str, says: st
     shell = '"$@"; code=$?; [ $code = 137 ] && sleep 50; exit $code'
     command = [*mpirun_command(3), "sh", "-c", shell, "sh", sys.executable]
     result = run([*command, str(write(tmp_path, script))], limit_s=30.0, env={"HVPIPE_TIMEOUT": "3"})
-    assert re.search(says, result.output), result.describe()
     assert not result.timed_out, result.describe()
+    assert result.returncode != 0, result.describe()
+    assert re.search(says, result.output), result.describe()
 
 
 def test_a_rank_that_stops_before_it_finalises_mpi(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
+from statistics import geometric_mean
 from unittest import mock
 
 from hvpipe.commands.plan_request import PlanRequest, PlanResult, make_plan
@@ -154,7 +155,7 @@ def larger(cases: int) -> int:
         print(f"{seed}: {usual.mode:10} {steps} {ratios[-1]:7.4f}x", flush=True)
     if not ratios:
         return 0
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = geometric_mean(ratios)
     print(f"{len(ratios)} cases: worst {max(ratios):.4f}x, geometric mean {mean:.4f}x of ten times the work")
     return int(max(ratios) > 1.1)
 
@@ -188,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layers, devices = len(request.profile.layers), len(request.cluster.devices)
         what = f"{seed}: {layers} layers, {devices} devices"
         print(f"{what:30} {best_s:9.4f} s {chosen_s:9.4f} s {ratios[-1]:7.4f}x", flush=True)
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = geometric_mean(ratios)
     print(
         f"{len(ratios)} cases, and {refused} that fit in no way: worst {max(ratios):.4f}x, geometric mean "
         f"{mean:.4f}x of the best; a baseline is faster in {beaten}"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import resource
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 
 from hvpipe.forecast.pipeline import forecast
 from hvpipe.plan.baselines import baseline
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for what, rule_s, found_s in against_pipedream(devices, options.microbatches):
             ratios.append(found_s / rule_s)
             print(f"{what:40} {rule_s:9.4f} s {found_s:9.4f} s {ratios[-1]:6.3f}x", flush=True)
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        mean = geometric_mean(ratios)
         print(
             f"{len(ratios)} cases: worst {max(ratios):.3f}x, geometric mean {mean:.3f}x of PipeDream's step"
         )

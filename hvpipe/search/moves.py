@@ -6,6 +6,7 @@ import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product, takewhile
+from operator import itemgetter
 
 from hvpipe.plan.replication import Group, device_kinds
 from hvpipe.search.judge import Judge, Judged
@@ -242,11 +243,11 @@ def _changed(judge: Judge, moves: Moves, best: Judged) -> Judged | None:
     """
     half = judge.left // 2
     changes = takewhile(lambda _: judge.left > half, moves.devices(best.layout))
-    promising = sorted([(judge.promise(layout), number, layout) for number, layout in enumerate(changes)])
+    promising = sorted([(judge.promise(layout), layout) for layout in changes], key=itemgetter(0))
     steps_s: set[float] = set()  # equal ones are mostly of equal layouts, with like devices exchanged
     rest: list[Judged] = []
     settled = 0
-    for _, _, layout in promising:
+    for _, layout in promising:
         if len(steps_s) == _SIMULATED:
             break
         judged = judge.judge(layout)
