@@ -6,6 +6,7 @@
 #   make fast             run the planning half, and each way to train once on 2 ranks
 #   make mutations        break one line at a time and check that a test notices
 #   make sanitize         run the engine under AddressSanitizer, UBSan and ThreadSanitizer
+#   make reliability      print the figures of docs/reliability.md: faults, costs, sanitizers, fuzzing (5 hours)
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
 #   make horovod-test     start examples/train.py with a real horovodrun
@@ -46,7 +47,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel mpich other other-setup mutations races sanitize peers peers-test horovod-test \
+.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel mpich other other-setup mutations races sanitize reliability peers peers-test horovod-test \
     format clean
 
 help:
@@ -131,6 +132,15 @@ races: setup
 sanitize: setup
 	@$(TIMED) "engine from many threads under ThreadSanitizer, 2 and 4 ranks" .ci/sanitize.sh $(VENV) thread
 	@$(TIMED) "tests/mpi/comm under AddressSanitizer and UBSan, 2 ranks" .ci/sanitize.sh $(VENV) address
+
+# Not part of `test`. Readers of files get some 10 minutes each.
+FUZZED := tests/test_file_readers.py tests/checkpoints/test_malformed.py tests/blackbox/test_blackbox.py \
+    tests/commands/test_plan_malformed.py
+reliability: setup
+	@$(BIN)/python -m bench.faults --trials 20 --soak 30
+	@$(BIN)/mpirun --allow-run-as-root --bind-to none -np 2 $(BIN)/python -m bench.step.reliability_cost
+	@$(MAKE) sanitize READY=1
+	@FUZZ_EXAMPLES=300000 $(PYTEST) -q --hypothesis-profile=fuzz --timeout=7200 $(SIDE_BY_SIDE) $(FUZZED)
 
 # Not part of `test`: it compiles Horovod once.
 peers:

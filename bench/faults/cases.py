@@ -31,10 +31,17 @@ _STATE = re.compile(r"^STATE (\w+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Trial:
-    """What happened. `problem` is "" if it is what must happen."""
+    """What happened.
+
+    Attributes:
+        problem: "" if it is what must happen.
+        after_s: From the fault, or from the deadline that it ran into, to the end of the job. If the job goes on:
+            the time lost, 0 if that is not measured.
+        output: What the job printed.
+    """
 
     problem: str
-    after_s: float  # from the fault, or from the deadline that it ran into, to the end of the job
+    after_s: float
     output: str
 
 
@@ -46,8 +53,9 @@ class Case:
         title: Its row in the table.
         promise: What must follow, in words.
         run: One trial: (phase, random numbers) to what happened.
-        phases: Where it may strike.
+        phases: Where it may strike; of `lost`, the overlap modes.
         missing: Why it cannot be tried here; "" if it can.
+        often: It gets so many times the trials of other faults.
     """
 
     title: str
@@ -55,6 +63,7 @@ class Case:
     run: Callable[[str, random.Random], Trial]
     phases: Sequence[str] = PHASES
     missing: str = ""
+    often: int = 1
 
 
 def cases() -> dict[str, Case]:
@@ -81,6 +90,14 @@ def cases() -> dict[str, Case]:
             "started again, it ends with the same weights, bit for bit",
             _whole_job,
             ("checkpoint",),
+            often=5,
+        ),
+        "lost": Case(
+            "SIGKILL of a rank under --elastic",
+            "the others go on, and no step is lost or applied twice",
+            _lost,
+            ("none", "backward", "step"),
+            often=5,
         ),
     }
 
@@ -333,6 +350,13 @@ def _whole_job(phase: str, chance: random.Random) -> Trial:
         if unreadable:
             return Trial(f"{len(unreadable)} checkpoints cannot be read", 0.0, again.output)
         return _judge_going_on(again, folder, 2)
+
+
+def _lost(overlap: str, chance: random.Random) -> Trial:
+    from bench.faults import elastic  # imports TensorFlow
+
+    going = elastic.run_trial(4, overlap, chance)
+    return Trial(going.problem, going.lost_s, going.output)
 
 
 def _kill_session(pid: int, folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.elastic import job
+from bench.faults import elastic_job as job
 from distributed import Run, run
 from hvpipe.checkpoints import folder as folders
 from hvpipe.checkpoints.manifest import read_manifest
@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, {str(Path(job.__file__).parents[2])!r})
-from bench.elastic import job
+from bench.faults import elastic_job as job
 """
 _MAIN = """
 job.folder = Path(sys.argv[1])
