@@ -90,6 +90,8 @@ class Session:
         if settings.without_effect and self.world.rank == 0:
             names = ", ".join(settings.without_effect)
             logger.warning("hvpipe: these variables of Horovod have no effect here: %s", names)
+        if settings.unknown and self.world.rank == 0:
+            logger.warning("hvpipe: unknown variables, which have no effect: %s", ", ".join(settings.unknown))
         settings = _with_settings_of_rank_0(settings, self.world)
         self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
         self.engine: Engine = Engine(self.world, settings)

@@ -84,7 +84,7 @@ WITHOUT_DEVICES = tuple(name for name in WITHOUT_ERRORS if not name.startswith("
 OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 RING = {"HVPIPE_SHARED_MEMORY": "0"}
-OVER_CALLS = {"HVPIPE_TEST_OVER_CALLS": "1"}
+OVER_CALLS = {"TEST_OVER_CALLS": "1"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 # Tracing takes a seventh less.
 UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}

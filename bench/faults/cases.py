@@ -35,7 +35,7 @@ class Trial:
 
     Attributes:
         problem: "" if it is what must happen.
-        after_s: From the fault, or from the deadline that it ran into, to the end of the job. If the job goes on:
+        after_s: From the fault, or from the deadline that it ran into, to the end of the job. If it goes on:
             the time lost, 0 if that is not measured.
         output: What the job printed.
     """
@@ -275,7 +275,7 @@ def _clock_jump(phase: str, chance: random.Random) -> Trial:
         source = Path(__file__).with_name("clock.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source)], check=True)
         jump = ("--fault", "clock", "--clock", clock, "--jump", chance.choice((3600, -3600)))
-        extra = {"LD_PRELOAD": str(library), "HVPIPE_FAULT_CLOCK": str(clock)}
+        extra = {"LD_PRELOAD": str(library), "FAULT_CLOCK": str(clock)}
         return _judge_going_on(_run(_hvpipe_run(4, folder, *jump, *where), extra=extra), folder, 4)
 
 

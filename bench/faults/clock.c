@@ -1,4 +1,4 @@
-// Preloaded: a real-time clock that is off by the seconds in the file $HVPIPE_FAULT_CLOCK.
+// Preloaded: a real-time clock that is off by the seconds in the file $FAULT_CLOCK.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>
@@ -12,7 +12,7 @@
 static volatile const int64_t* off;
 
 __attribute__((constructor)) static void open_clock(void) {
-  const char* const path = getenv("HVPIPE_FAULT_CLOCK");
+  const char* const path = getenv("FAULT_CLOCK");
   const int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
   void* const found = file < 0 ? MAP_FAILED : mmap(NULL, sizeof *off, PROT_READ, MAP_SHARED, file, 0);
   if (found != MAP_FAILED) off = found;

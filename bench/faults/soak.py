@@ -24,7 +24,7 @@ from bench.faults.cases import kill_tree
 from bench.launch.termination import ended_by_exception
 from hvpipe.checkpoints.folder import complete
 from hvpipe.checkpoints.manifest import read_manifest
-from hvpipe.commands.supervise import STOPPED
+from hvpipe.comm.job_folder import STOPPED
 
 RANKS = 4
 _HANG_S = 240.0  # without the end of an epoch

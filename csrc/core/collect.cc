@@ -18,7 +18,7 @@ void GradientBuckets::EndLaunching(Bucket& bucket, const std::shared_ptr<bool>& 
   Done waiting;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (*handed_out) return;  // another thread has told of the arrival before
+    if (*handed_out) return;  // another thread has already reported the arrival
     bucket.launched = handed_out;
     if (!bucket.waiting || !bucket.waits_for_launch) return;
     waiting = HandOut(bucket);

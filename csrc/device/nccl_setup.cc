@@ -132,7 +132,7 @@ std::optional<std::string> NcclSetup::Together(const std::string& what,
   return text;
 }
 
-// A rank that has failed goes on to tell so, and the rank below it gets its record early.
+// A rank that has failed goes on to report it, and the rank below it gets its record early.
 void NcclSetup::CheckOthers(const std::string& what) {
   const std::optional<Record> record = calls_.EarlyRecord();
   if (record && record->signature == Hash(what) && record->samples != kDone) throw GaveUp();

@@ -55,8 +55,8 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
         for rank, cause in enumerate(ranks.gather(unreadable)):
             if cause is not None:
                 raise HvpipeError(
-                    f"Training should resume from {place}, which may be unchanged. Make it readable and "
-                    "start again; or remove it, to resume from the one before it. "
+                    f"Every rank should be able to read the checkpoint {place}, which may be intact. Make it "
+                    "readable and start again; or remove it, to resume from the one before it. "
                     f"Received on rank {rank}: {cause}"
                 )
         causes = {rank: cause for rank, cause in enumerate(ranks.gather(own)) if cause is not None}

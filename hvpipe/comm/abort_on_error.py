@@ -9,6 +9,7 @@ import traceback
 from types import TracebackType
 
 from hvpipe.comm.flight_record import tell_recorder
+from hvpipe.comm.job_folder import tell_error
 from hvpipe.comm.settings import job_folder
 from hvpipe.comm.world import StartedWorld, World, started_world
 
@@ -33,9 +34,7 @@ def _tell_launcher(world: World | StartedWorld, text: str) -> None:
     """Tell `hvpipe run --restarts` why this rank fails."""
     folder = job_folder()
     if folder is not None:
-        with contextlib.suppress(OSError):
-            (folder / f"error-{world.rank}").write_text(text.partition("\n")[0])
-            (folder / "aborting").touch()
+        tell_error(folder, world.rank, text.partition("\n")[0])
 
 
 class _AbortAllRanks:

@@ -1,16 +1,81 @@
-"""What ranks tell `hvpipe run` in the folder of their job: that they have joined, ended, or lost others."""
+"""Files and exit codes by which the ranks of a host and `hvpipe run` tell each other what happens."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
 
+STOPPED = 75
+"""What all ranks exit with after a checkpoint that they were asked for: EX_TEMPFAIL of sysexits.h."""
+
+TOO_FEW = 69
+"""What ranks exit with if fewer than --min-np are left: EX_UNAVAILABLE of sysexits.h."""
+
 _LOSS = "lost.json"
+_STOP = "stop"
+_CHECKPOINT = "checkpoint"
+
+
+def ask_to_stop(folder: Path) -> None:
+    """Ask the ranks to write a checkpoint and exit with STOPPED."""
+    (folder / _STOP).touch()
+
+
+def asked_to_stop(folder: Path) -> bool:
+    """Tell whether `ask_to_stop` has asked this rank."""
+    return (folder / _STOP).exists()
+
+
+@contextlib.contextmanager
+def listening(folder: Path, rank: int) -> Iterator[None]:
+    """Let others know that this rank stops when asked."""
+    sign = folder / f"listening-{rank}"
+    with contextlib.suppress(OSError):
+        sign.touch()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            sign.unlink()
+
+
+def any_listens(folder: Path) -> bool:
+    """Tell whether a rank of this host stops when asked."""
+    return any(folder.glob("listening-*"))
+
+
+def tell_checkpoint(folder: Path, place: Path) -> None:
+    """Tell `hvpipe run` of a complete checkpoint."""
+    with contextlib.suppress(OSError):
+        (folder / _CHECKPOINT).write_text(str(place))
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """Return the last checkpoint that the job completed; None if there is none."""
+    path = folder / _CHECKPOINT
+    return path.read_text() if path.exists() else None
+
+
+def abort_sign(folder: Path) -> Path:
+    """Return the file by which a rank says that it ends all ranks, because of an error."""
+    return folder / "aborting"
+
+
+def tell_error(folder: Path, rank: int, text: str) -> None:
+    """Tell `hvpipe run` the error for which this rank ends all ranks."""
+    with contextlib.suppress(OSError):
+        (folder / f"error-{rank}").write_text(text)
+        abort_sign(folder).touch()
+
+
+def errors(folder: Path) -> list[str]:
+    """Return the errors that ranks of this host have told."""
+    return [path.read_text() for path in sorted(folder.glob("error-*"))]
 
 
 def tell_joined(folder: Path | None, ended: bool = False) -> None:

@@ -153,8 +153,8 @@ def open_gpus_of_all(core: Any, settings: Settings, ordinal: int | None, route: 
         raise HvpipeError(f"HVPIPE_NCCL_LIBRARY needs a GPU that works on every rank. Received: {why}")
     if core.rank == 0:
         logger.warning(
-            "hvpipe: gradients go from the GPU through ordinary host memory to MPI, which is slow, because "
-            "every rank should open its GPU. Received: %s",
+            "hvpipe: every rank should open its GPU; until then gradients go from the GPU through ordinary "
+            "host memory to MPI, which is slow. Received: %s",
             why,
         )
     return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -64,6 +65,7 @@ class Settings:
     lr_scaling: LrScaling = "none"  # of the learning rate when the number of ranks changes
     log_level: str | None = None  # None: the level that the program configured
     without_effect: tuple[str, ...] = ()  # variables of Horovod that ask for what hvpipe does not have
+    unknown: tuple[str, ...] = ()  # variables that begin with HVPIPE_ and that nothing reads
 
     @property
     def engine_timeout_s(self) -> float:
@@ -118,7 +120,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_VERIFY | after how many steps data_parallel compares weights over ranks |
     | HVPIPE_NONFINITE | "raise", "skip" or "ignore" steps whose gradients are NaN or Inf |
-    | HVPIPE_STALL_WARN | report a collective that waits for so many seconds; 0: none |
+    | HVPIPE_STALL_WARN | report a collective that has waited for this many seconds; 0: none |
     | HVPIPE_STALL_ABORT | end the job after such a wait, in seconds; the default is HVPIPE_TIMEOUT |
     | HVPIPE_FLIGHT_RECORDER | the folder for the recorders of ranks that end badly |
     | HVPIPE_JOB_FOLDER | set by `hvpipe run`: the folder that it shares with the ranks of its host |
@@ -139,14 +141,14 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     given = os.environ if environ is None else environ
     chosen = backend(given.get("HVPIPE_BACKEND"))
     on_horovod = chosen == "horovod" or (chosen is None and started_with_gloo(given))
-    env = {**given, **horovod_variables.hvpipe_variables(given, on_horovod)}
+    env = _NamesRead({**given, **horovod_variables.hvpipe_variables(given, on_horovod)})
     default = Settings()
     log_level = env.get("HVPIPE_LOG_LEVEL", "").lower() or None
     if log_level not in (None, *LOG_LEVELS):
         raise _bad("HVPIPE_LOG_LEVEL", f"one of {', '.join(LOG_LEVELS)}", env["HVPIPE_LOG_LEVEL"])
     summary = _switch(env, "HVPIPE_SUMMARY", default.summary)
     live, live_folder = _live(env, summary)
-    return Settings(
+    found = Settings(
         backend=chosen,
         timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s),
         first_step_timeout_s=_positive(env, "HVPIPE_FIRST_STEP_TIMEOUT", "seconds", 0.0) or None,
@@ -182,6 +184,34 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         log_level=log_level,
         without_effect=() if on_horovod else horovod_variables.without_effect(given),
     )
+    known = env.names | {"HVPIPE_BACKEND"}
+    named = (name for name in given if name.startswith("HVPIPE_") and name not in known)
+    return replace(found, unknown=tuple(f"{name}{_similar(name, known)}" for name in sorted(named)))
+
+
+class _NamesRead(Mapping[str, str]):
+    """Variables; `names` are those that somebody has looked up."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> str:
+        self.names.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _similar(name: str, known: Collection[str]) -> str:
+    prefix = "HVPIPE_"
+    endings = sorted(one.removeprefix(prefix) for one in known if one.startswith(prefix))
+    closest = difflib.get_close_matches(name.removeprefix(prefix), endings, 1)
+    return f" (did you mean {prefix}{closest[0]}?)" if closest else ""
 
 
 def backend(text: str | None) -> Backend | None:

@@ -42,9 +42,9 @@ def fits_on_all_hosts(world: World, settings: Settings) -> bool:
     if short and world.rank == 0:
         host = short[0]
         logger.warning(
-            "hvpipe: the ranks of a host go by the ring, which is slower than shared memory. %d ranks on %s "
-            "need %.1f MB in %s; Received: %.1f MB free. Give the container more (docker run --shm-size=2g), "
-            "or set HVPIPE_SHARED_MEMORY=0 to go by the ring without this warning.",
+            "hvpipe: all ranks use the ring instead of shared memory, which is faster. %d ranks on %s need "
+            "%.1f MB in %s. Received: %.1f MB free. Give the container more (docker run --shm-size=2g), or "
+            "set HVPIPE_SHARED_MEMORY=0 to use the ring without this warning.",
             *(host.ranks, host.host, host.needed_bytes / 1e6, FOLDER, (host.free_bytes or 0) / 1e6),
         )
     return not short

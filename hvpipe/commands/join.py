@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
+from hvpipe.comm.job_folder import any_listens, ask_to_stop
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import LaunchSpec
 from hvpipe.errors import HvpipeError
@@ -109,13 +110,13 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     folder, places = _choose(dict(_jobs()), options.job)
     hosts = parse_hosts(options.hosts) if options.hosts is not None else ()
     wanted = places.with_more(hosts, options.ranks)
-    if not any(folder.glob("listening-*")):
+    if not any_listens(folder):
         raise HvpipeError(
             "A rank of the job on this host should be in `fit` with hk.Checkpoint, from which the job goes "
             "on. Received: no such rank. If it has just started, try again later"
         )
     _write(folder / _WANTED, wanted)
-    (folder / "stop").touch()
+    ask_to_stop(folder)
     print(f"hvpipe join: the job writes a checkpoint, and goes on from it with {wanted} (it had {places})")
     return 0
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvpipe.blackbox import story
-from hvpipe.comm.job_folder import Loss, none_ended, read_loss
+from hvpipe.comm.job_folder import STOPPED, TOO_FEW, Loss, errors, last_checkpoint, none_ended, read_loss
 from hvpipe.commands import join, lost_hosts
-from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, TOO_FEW, Grace, Outcome, supervise_job
+from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
 # Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
@@ -75,7 +75,7 @@ class Restarting:
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
                     self._say_what_happened(Path(folder), earlier)
                 why_not = self._why_not_again(outcome, Path(folder), failed_before, left)
-                checkpoint = completed(Path(folder))
+                checkpoint = last_checkpoint(Path(folder))
                 wanted = join.wanted(Path(folder))
                 loss = read_loss(Path(folder))
             if outcome.code == STOPPED and not outcome.asked and (wanted or loss):
@@ -125,7 +125,7 @@ class Restarting:
             return ""
         if left == 0:
             return f"it has failed {self._restarts + 1} times"
-        if completed(folder) is None:
+        if last_checkpoint(folder) is None:
             if own := script_errors(folder):
                 return f"the script failed before it made a new checkpoint: {own[0]}"
             if failed_before:
@@ -168,13 +168,6 @@ def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
     )
 
 
-def completed(folder: Path) -> str | None:
-    """Return the last checkpoint that a job completed, from its job folder; None if there is none."""
-    path = folder / "checkpoint"
-    return path.read_text() if path.exists() else None
-
-
 def script_errors(folder: Path) -> list[str]:
     """Return the errors that ranks ended with, without those that followed from the loss of another rank."""
-    told = [path.read_text() for path in sorted(folder.glob("error-*"))]
-    return [text for text in told if text.partition(" ")[0] not in story.LOST_A_PEER]
+    return [text for text in errors(folder) if text.partition(" ")[0] not in story.LOST_A_PEER]

@@ -59,7 +59,7 @@ def _every(text: str) -> int:
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Start the ranks and wait for them. Returns mpirun's exit code; raises LaunchError."""
+    """Start the ranks and wait. Returns an exit code that `hvpipe --help` lists; raises LaunchError."""
     options.rsh_agent = horovodrun_flags.rsh_agent(options)
     settings = _settings(options)
     command = _rank_command(options)

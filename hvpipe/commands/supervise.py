@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from hvpipe.comm.job_folder import STOPPED, abort_sign, any_listens, ask_to_stop
 from hvpipe.errors import LaunchError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -47,15 +48,6 @@ def own_job_folder(environ: Mapping[str, str], command: Sequence[str] = ()) -> I
 
 CHECKPOINT_GRACE_S = 30.0
 """For ranks that write a checkpoint after SIGTERM: schedulers kill after some 30 s."""
-
-STOPPED = 75
-"""What ranks exit with after such a checkpoint (hvpipe.keras.checkpoint.preemption)."""
-
-TOO_FEW = 69
-"""What ranks exit with if too few are left (hvpipe.keras.data_parallel.elastic)."""
-
-ABORTING = "aborting"
-"""The file in the job folder by which a rank says that it ends all ranks."""
 
 _STUCK_S = 5.0
 
@@ -178,7 +170,7 @@ class _Supervisor:
         Open MPI waits for the daemons of all hosts. If the link to one is down, that takes for ever.
         """
         while not done.wait(1.0):
-            if (self._folder / ABORTING).exists():
+            if abort_sign(self._folder).exists():
                 break
         if done.wait(_STUCK_S):
             return
@@ -209,8 +201,8 @@ class _Supervisor:
 
     def _end(self, number: int) -> None:
         """Ask the ranks for a checkpoint if one listens and the signal is SIGTERM; otherwise forward it."""
-        if number == signal.SIGTERM and any(self._folder.glob("listening-*")):
-            (self._folder / "stop").touch()
+        if number == signal.SIGTERM and any_listens(self._folder):
+            ask_to_stop(self._folder)
             self._after(self._grace.checkpoint_s, self._forward, number)
         else:
             self._forward(number)

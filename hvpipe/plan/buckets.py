@@ -22,8 +22,8 @@ def fitting_bytes(gradient_bytes: int, by_nccl: bool = False) -> int:
 
     It is 4 MiB; 25 MiB if NCCL carries the gradients, because each bucket costs calls and kernels (the size
     is that of PyTorch's DistributedDataParallel). For a model with less than eight such buckets it is an
-    eighth of its gradients, which would otherwise all travel in one piece after the backward. It is at least
-    64 KiB.
+    eighth of its gradients, which would otherwise form a single bucket, sent only after the backward. It is
+    at least 64 KiB.
     """
     return min((25 if by_nccl else 4) << 20, max(64 << 10, gradient_bytes // 8))
 
@@ -35,7 +35,8 @@ def cut_buckets(
 
     Backward completes gradients roughly from the last layer to the first, so buckets fill up in the reverse
     order of the model (as PyTorch's DistributedDataParallel does: Li et al., VLDB 2020). A bucket closes when
-    the next gradient would exceed `bucket_bytes`; a larger gradient has a bucket to itself.
+    the next gradient would exceed `bucket_bytes`; a larger gradient has a bucket to itself. No gradient is
+    split: its reduction begins when all of it has been packed.
 
     Args:
         sizes_bytes: Bytes of each gradient, in the order of the forward.

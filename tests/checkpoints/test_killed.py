@@ -12,8 +12,8 @@ from pathlib import Path
 
 from checkpoint_files import newest_step
 
-# `HVPIPE_TEST_KILLS=100 pytest tests/checkpoints/test_killed.py` for the figure in docs/checkpoints.md.
-TRIALS = int(os.environ.get("HVPIPE_TEST_KILLS", "8"))
+# `TEST_KILLS=100 pytest tests/checkpoints/test_killed.py` for the figure in docs/checkpoints.md.
+TRIALS = int(os.environ.get("TEST_KILLS", "8"))
 
 WRITER = """
 import sys

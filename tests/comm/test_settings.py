@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hvpipe.comm.settings import Settings, live_folder, settings
@@ -30,6 +32,13 @@ def test_horovods_variables_are_its_own_where_it_runs(environ: dict[str, str], h
 def test_an_unknown_back_end_is_named() -> None:
     with pytest.raises(HvpipeError, match=r"HVPIPE_BACKEND should be mpi or horovod.*'gloo'"):
         settings({"HVPIPE_BACKEND": "gloo"})
+
+
+def test_variables_that_nothing_reads_are_named() -> None:
+    assert settings({"HVPIPE_TIMEOUTS": "9"}).unknown == ("HVPIPE_TIMEOUTS (did you mean HVPIPE_TIMEOUT?)",)
+    listed = re.findall(r"HVPIPE_[A-Z_]*[A-Z]", str(settings.__doc__).split("Args:")[0])
+    assert settings(dict.fromkeys(listed, "")).unknown == ()
+    assert settings({"HVPIPE_QQ": "1", "HVPIPE_TRACE": "t.json"}).unknown == ("HVPIPE_QQ",)
 
 
 def test_settings_without_variables_are_the_defaults() -> None:

@@ -126,8 +126,8 @@ def test_a_message_that_cannot_be_sent_ends_the_group() -> None:
 
 
 def headers() -> Path | None:
-    """Return a folder with NCCL's header: from HVPIPE_TEST_NCCL_INCLUDE, or else from NVIDIA's wheel."""
-    named = os.environ.get("HVPIPE_TEST_NCCL_INCLUDE")
+    """Return a folder with NCCL's header: from TEST_NCCL_INCLUDE, or else from NVIDIA's wheel."""
+    named = os.environ.get("TEST_NCCL_INCLUDE")
     if named:
         return Path(named)
     try:

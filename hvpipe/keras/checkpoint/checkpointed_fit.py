@@ -17,16 +17,16 @@ from hvpipe.checkpoints.every import Every
 from hvpipe.checkpoints.manifest import Manifest, Position
 from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
+from hvpipe.comm.job_folder import STOPPED, TOO_FEW
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.boundary_requests import BUSY, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
 from hvpipe.keras.checkpoint.data_position import Reading
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
-from hvpipe.keras.checkpoint.preemption import EXIT_CODE, StopRequest, tell_launcher
+from hvpipe.keras.checkpoint.preemption import StopRequest, tell_launcher
 from hvpipe.keras.checkpoint.resume import Resume
 from hvpipe.keras.checkpoint.state_of import training_state
 from hvpipe.keras.compat import set_initial_epoch
-from hvpipe.keras.data_parallel.elastic import TOO_FEW
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
 from hvpipe.session import Session
 
@@ -155,7 +155,7 @@ class CheckpointedFit:
         self._wait_for_all()
 
     def lose(self, ranks: Iterable[int]) -> int:
-        """Wait for the checkpoint under way, as far as ranks that are lost let it; return the steps done."""
+        """Wait for the checkpoint under way, unless it needs parts of lost ranks; return the steps done."""
         if self._writer is not None:
             self._writer.lose(ranks)
             self._writer.wait()
@@ -299,7 +299,7 @@ class CheckpointedFit:
             self._leave(TOO_FEW)
         due = self._timer.due(self._step, epochs)
         if engine.requests() & STOP:
-            self._leave(EXIT_CODE)
+            self._leave(STOPPED)
         if due:
             self._write()
 

@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvpipe.comm.flight_record import mark_signals
-
-EXIT_CODE = 75
-"""What all ranks exit with after the checkpoint: EX_TEMPFAIL of sysexits.h, "try again later"."""
-
-_STOP = "stop"
+from hvpipe.comm.job_folder import asked_to_stop, listening, tell_checkpoint
 
 
 class StopRequest:
@@ -33,7 +29,7 @@ class StopRequest:
     def arrived(self) -> bool:
         """Return whether this rank has been asked to stop."""
         if not self._received and self._folder is not None:
-            self._received = (self._folder / _STOP).exists()
+            self._received = asked_to_stop(self._folder)
         return self._received
 
     @contextlib.contextmanager
@@ -47,10 +43,7 @@ class StopRequest:
                 self._before: Any = signal.signal(signal.SIGTERM, self._on_signal) or signal.SIG_DFL
                 stack.callback(self._act_as_before)
             if self._folder is not None:
-                listening = self._folder / f"listening-{self._rank}"
-                with contextlib.suppress(OSError):
-                    listening.touch()
-                    stack.callback(_remove, listening)
+                stack.enter_context(listening(self._folder, self._rank))
             yield
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -62,17 +55,11 @@ class StopRequest:
         mark_signals()  # Python knows no handler in C, and has removed the recorder's
 
 
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
 def tell_launcher(job_folder: Path | None) -> Callable[[Path], None]:
     """Return a function that tells `hvpipe run` of a complete checkpoint, for `--restarts`."""
 
     def tell(place: Path) -> None:
         if job_folder is not None:
-            with contextlib.suppress(OSError):
-                (job_folder / "checkpoint").write_text(str(place))
+            tell_checkpoint(job_folder, place)
 
     return tell

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hvpipe.comm.job_folder import TOO_FEW
 from hvpipe.errors import HvpipeError, name_lost
 from hvpipe.keras.data_parallel.elastic_data import ElasticData
 from hvpipe.keras.initial_state import settle, shared_slots
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from hvpipe.keras.data_parallel.train_steps import TrainSteps
 
 logger = logging.getLogger("hvpipe")
-
-TOO_FEW = 69
-"""What ranks exit with if fewer than --min-np are left: EX_UNAVAILABLE of sysexits.h."""
 
 
 @dataclass(frozen=True)

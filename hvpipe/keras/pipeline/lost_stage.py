@@ -14,10 +14,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvpipe.comm.job_folder import tell_loss
+from hvpipe.comm.job_folder import STOPPED, TOO_FEW, tell_loss
 from hvpipe.errors import name_lost
-from hvpipe.keras.checkpoint.preemption import EXIT_CODE
-from hvpipe.keras.data_parallel.elastic import TOO_FEW
 from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
@@ -67,11 +65,11 @@ def _tell(session: Session, lost: Sequence[int], steps: int, saved: int | None) 
             name_lost(lost, world.size + len(lost)),
             steps + 1,
             loses,
-            f"All ranks exit with code {EXIT_CODE}, to start again from the newest checkpoint."
+            f"All ranks exit with code {STOPPED}, to start again from the newest checkpoint."
             if enough
             else f"{world.size} ranks are left, and --min-np asks for {settings.min_ranks}: all ranks exit "
             f"with code {TOO_FEW}. The newest checkpoint stays.",
         )
     if enough and world.local_rank == 0 and settings.job_folder is not None:
         tell_loss(settings.job_folder, lost, steps + 1)
-    return EXIT_CODE if enough else TOO_FEW
+    return STOPPED if enough else TOO_FEW

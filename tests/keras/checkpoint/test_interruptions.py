@@ -142,7 +142,7 @@ def test_no_restart_of_a_broken_script(tmp_path: Path) -> None:
     assert "Starting it again" not in job.output
 
 
-TRIALS = int(os.environ.get("HVPIPE_TEST_KILLS", "1"))
+TRIALS = int(os.environ.get("TEST_KILLS", "1"))
 
 
 def test_killed_at_any_moment_while_it_writes(tmp_path: Path, wanted: str) -> None:

@@ -30,7 +30,7 @@ def world() -> Iterator[None]:
     """Open one hvpipe session for all cases."""
     hvpipe.init()
     current().world.connect(every_group())
-    if os.environ.get("HVPIPE_TEST_OVER_CALLS") == "1":
+    if os.environ.get("TEST_OVER_CALLS") == "1":
         with engine_over_named_calls():
             yield
     else:

@@ -203,7 +203,7 @@ def test_counters(engine: Engine) -> None:
     sent = {name: after[name] - before[name] for name in after}
     assert sent["bytes_sent"] == sent["network_bytes_sent"] + sent["shared_memory_bytes"]
     hosts, share = engine.core.hosts, 400_000 / hvpipe.size()
-    over_calls = os.environ.get("HVPIPE_TEST_OVER_CALLS") == "1" or settings().backend == "horovod"
+    over_calls = os.environ.get("TEST_OVER_CALLS") == "1" or settings().backend == "horovod"
     if over_calls:
         # The bytes that the other library is given, with a control record.
         assert sent["network_bytes_sent"] == pytest.approx(400_000, rel=0.01)
