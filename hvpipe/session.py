@@ -209,8 +209,8 @@ class Session:
 
     def _end_communication(self) -> None:
         self.engine.lose_ranks(
-            "Training should go on without ranks that are lost, which only fit can, with data_parallel, or "
-            f"with pipeline_parallel and hk.Checkpoint. Received: {self.lost}"
+            "Only `fit` can continue after ranks are lost, with data_parallel, or with pipeline_parallel and "
+            f"hk.Checkpoint. Received: {self.lost}"
         )
 
     def warn_without_checks(self, what: str) -> None:

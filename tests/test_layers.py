@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "hvpipe"
+BENCH = PACKAGE.with_name("bench")
+MOST_LINES = 60  # of a function, without its docstring
 
 # Lowest first. A module may import from its own layer and from those before it, never in a circle.
 # A package's name stands for its modules, except those that the table names themselves.
@@ -74,10 +76,12 @@ def is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def imports_below(node: ast.AST, file: str, *, with_types: bool) -> Iterator[str]:
+def imports_below(
+    node: ast.AST, file: str, *, with_types: bool, modules: Set[str] = frozenset()
+) -> Iterator[str]:
     """Yield the full name of every module imported below `node`.
 
-    `from a import b` yields a.b if that is a module.
+    `from a import b` yields a.b if that is a module: one of hvpipe, or of `modules`.
     """
     for child in ast.iter_child_nodes(node):
         if is_for_types(child) and not with_types:
@@ -89,8 +93,8 @@ def imports_below(node: ast.AST, file: str, *, with_types: bool) -> Iterator[str
             base = ".".join([*(package if child.level else []), *([child.module] if child.module else [])])
             for alias in child.names:
                 name = f"{base}.{alias.name}"
-                yield name if name in known_modules() else base
-        yield from imports_below(child, file, with_types=with_types)
+                yield name if name in known_modules() or name in modules else base
+        yield from imports_below(child, file, with_types=with_types, modules=modules)
 
 
 def own_imports(file: str, *, with_types: bool = True) -> set[str]:
@@ -119,6 +123,47 @@ def test_imports_go_downward(file: str) -> None:
 def test_no_import_runs_in_a_circle() -> None:
     graph = {module_of(f): own_imports(f, with_types=False) - {module_of(f)} for f in files()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of the circle
+
+
+def test_no_import_of_benchmarks_runs_in_a_circle() -> None:
+    files = {
+        ".".join(path.relative_to(BENCH.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in BENCH.rglob("*.py")
+    }
+    graph = {}
+    for name, path in files.items():
+        text = ast.parse(path.read_text())
+        found = imports_below(text, "", with_types=False, modules=files.keys())
+        graph[name] = {one for one in found if one in files} - {name}
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", sorted([*PACKAGE.rglob("*.py"), *BENCH.rglob("*.py")]), ids=str)
+def test_functions_fit_on_a_screen(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= MOST_LINES, f"{path.name}: {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", sorted([*PACKAGE.rglob("*.py"), *BENCH.rglob("*.py")]), ids=str)
+def test_private_attributes_are_those_of_the_same_file(path: Path) -> None:
+    """Files of hvpipe/keras have a stricter rule, below."""
+    if path == PACKAGE / COMPAT:
+        return
+    text = ast.parse(path.read_text())
+    defined = {node.name for node in ast.walk(text) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {node.attr for node in ast.walk(text) if isinstance(node, ast.Attribute) and _is_own(node)}
+    touched = [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(text)
+        if isinstance(node, ast.Attribute)
+        and _is_private(node.attr)
+        and not _is_own(node)
+        and node.attr not in defined
+    ]
+    assert not touched, f"{path}: {touched}"
 
 
 def test_each_dependency_is_imported_in_one_place() -> None:
@@ -172,9 +217,9 @@ def test_importing_hvpipe_is_light() -> None:
 # --- Private attributes of Keras -------------------------------------------------------------------------
 
 COMPAT = "keras/compat.py"
-# Public attributes that begin with an underscore: of namedtuples, and of TensorFlow's ConcreteFunction. Only
-# Operation's own method can add a control edge to an operation that exists.
-ALLOWED_PRIVATE = {"_add_control_input", "_call_flat", "_replace"}
+# Public attributes that begin with an underscore: of os, sys, torch, namedtuples, and TensorFlow's
+# ConcreteFunction. Only Operation's own method can add a control edge to an operation that exists.
+ALLOWED_PRIVATE = {"_add_control_input", "_call_flat", "_exit", "_fields", "_getframe", "_replace", "_sleep"}
 
 
 @pytest.mark.parametrize("file", [file for file in files() if file.startswith("keras/") and file != COMPAT])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -151,9 +150,3 @@ def clean_up() -> list[str]:
     for state in stale:
         VirtualCluster(state.spec, state.name).down()
     return [state.name for state in stale]
-
-
-if __name__ == "__main__":
-    from bench.cluster.command import main
-
-    sys.exit(main())

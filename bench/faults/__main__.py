@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from bench.faults import soak
-from bench.faults.cases import Case, Trial, cases
+from bench.faults.cases import Fault, Trial, cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _trials(case: Case, count: int, chance: random.Random, end_s: float) -> list[Trial]:
+def _trials(case: Fault, count: int, chance: random.Random, end_s: float) -> list[Trial]:
     found = []
     for number in range(count):
         if time.monotonic() > end_s:
@@ -68,7 +68,7 @@ def _trials(case: Case, count: int, chance: random.Random, end_s: float) -> list
     return found
 
 
-def _row(case: Case, trials: Sequence[Trial]) -> str:
+def _row(case: Fault, trials: Sequence[Trial]) -> str:
     good = sum(not trial.problem for trial in trials)
     hangs = sum(trial.problem == "it hung" for trial in trials)
     after = [trial.after_s for trial in trials if trial.after_s > 0]

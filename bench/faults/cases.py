@@ -46,7 +46,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Case:
+class Fault:
     """One fault.
 
     Attributes:
@@ -66,7 +66,7 @@ class Case:
     often: int = 1
 
 
-def cases() -> dict[str, Case]:
+def cases() -> dict[str, Fault]:
     """Return all faults by name."""
     ends = "the job ends; the message names the rank and the cause"
     goes_on = "the job goes on, with the weights of a job without a fault"
@@ -75,24 +75,24 @@ def cases() -> dict[str, Case]:
     no_cc = "" if shutil.which("cc") else "needs a C compiler"
     later = PHASES[:3]  # nobody waits for a rank that is late in the last phases
     return {
-        "kill": Case("SIGKILL of a rank", ends, partial(_ends, "kill", "killed", 0.0)),
-        "stop": Case("SIGSTOP of a rank", ends, partial(_ends, "stop", "stopped", DEADLINE_S)),
-        "raise": Case("an exception on a rank", ends, partial(_ends, "raise", "ValueError: injected", 0.0)),
-        "crash": Case("SIGSEGV of a rank", ends, partial(_ends, "crash", "SIGSEGV", 0.0)),
-        "memory": Case("out of memory (cgroup)", ends, _out_of_memory, missing=group),
-        "slow": Case("a rank that is late by 2 s", goes_on, _slow, later),
-        "clock": Case("the clock jumps by an hour, forward or back", goes_on, _clock_jump, missing=no_cc),
-        "disk": Case("full disk (tmpfs) under the checkpoints", goes_on, _full_disk, ("checkpoint",), root),
-        "blip": Case("a link down for 2 s", goes_on, partial(_link, 2.0), later, root),
-        "link": Case("a link down for good", ends, partial(_link, None), later, root),
-        "job": Case(
+        "kill": Fault("SIGKILL of a rank", ends, partial(_ends, "kill", "killed", 0.0)),
+        "stop": Fault("SIGSTOP of a rank", ends, partial(_ends, "stop", "stopped", DEADLINE_S)),
+        "raise": Fault("an exception on a rank", ends, partial(_ends, "raise", "ValueError: injected", 0.0)),
+        "crash": Fault("SIGSEGV of a rank", ends, partial(_ends, "crash", "SIGSEGV", 0.0)),
+        "memory": Fault("out of memory (cgroup)", ends, _out_of_memory, missing=group),
+        "slow": Fault("a rank that is late by 2 s", goes_on, _slow, later),
+        "clock": Fault("the clock jumps by an hour, forward or back", goes_on, _clock_jump, missing=no_cc),
+        "disk": Fault("full disk (tmpfs) under the checkpoints", goes_on, _full_disk, ("checkpoint",), root),
+        "blip": Fault("a link down for 2 s", goes_on, partial(_link, 2.0), later, root),
+        "link": Fault("a link down for good", ends, partial(_link, None), later, root),
+        "job": Fault(
             "kill -9 of the whole job while it writes checkpoints",
             "started again, it ends with the same weights, bit for bit",
             _whole_job,
             ("checkpoint",),
             often=5,
         ),
-        "lost": Case(
+        "lost": Fault(
             "SIGKILL of a rank under --elastic",
             "the others go on, and no step is lost or applied twice",
             _lost,

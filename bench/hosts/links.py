@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cluster.link_rate import TwoWayRate, measure_own_stream, measure_two_way
+from bench.cluster.spec import format_rate
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import ClusterError
 from bench.hosts.real_hosts import Hosts, RealHosts
@@ -26,6 +27,7 @@ _UNKNOWN_BITS_PER_S = 100e6  # the least that a link without a limit is assumed 
 # message of a few KB takes time on a real link but none here, and would make the link look too fast.
 _SIZES_BYTES = (1, 1 << 8, 2 << 20, 8 << 20)
 _REPEATS = 3
+_NEAR = 0.15  # by which a measured rate may differ from the set one
 _MESSAGES = 2 * (2 + _REPEATS)  # of each size, there and back, including warm-up
 
 
@@ -42,6 +44,13 @@ class LinkFacts:
     two_way_bits_per_s: float | None = None  # each way, with both directions busy
     tool: str = ""
     why: str = ""
+
+    @property
+    def keeps_its_limit(self) -> bool:
+        """Whether the two-way rate is near the set one; True if one of them is unknown."""
+        if self.set_bits_per_s is None or self.two_way_bits_per_s is None:
+            return True
+        return abs(self.two_way_bits_per_s / self.set_bits_per_s - 1) <= _NEAR
 
 
 def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
@@ -69,6 +78,14 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
                 "" if two_way is None else two_way.tool,
             )
         )
+    for link in found:
+        if not link.keeps_its_limit:
+            print(
+                f"WARNING: {cluster}: the link from {link.first} to {link.second} is set to "
+                f"{format_rate(link.set_bits_per_s)}, and carries {format_rate(link.two_way_bits_per_s)}. "
+                "Rounds on it are not what they say.",
+                file=sys.stderr,
+            )
     return found
 
 

@@ -73,9 +73,9 @@ def _microbatches(arguments: argparse.Namespace) -> int | None:
 
 
 def _measure(arguments: argparse.Namespace, ranks: int) -> PipelineReport:
-    from bench.pipeline.worker import PipelineOptions, measure
+    from bench.pipeline.worker import WorkerOptions, measure
 
-    options = PipelineOptions(
+    options = WorkerOptions(
         methods=_methods(arguments),
         seeds=arguments.seeds,
         schedule=arguments.schedule,

@@ -18,7 +18,7 @@ _COMPUTING = {kind: f"{kind}_s" for kind in ("forward", "backward", "update")}
 
 
 @dataclass(frozen=True)
-class PipelineOptions:
+class WorkerOptions:
     """Which plans are trained, in how many micro-batches (None: what greedy finds best), and for how long."""
 
     methods: tuple[str, ...] = ("greedy", "random")
@@ -39,7 +39,7 @@ class _Trained:
 
 
 def measure(
-    workload: ImageWorkload, options: PipelineOptions, where: str, say: Callable[[str], None]
+    workload: ImageWorkload, options: WorkerOptions, where: str, say: Callable[[str], None]
 ) -> PipelineReport:
     """Profile once, then train every plan in rounds. Every rank calls this and gets the report."""
     keras = prepare_tensorflow(workload.threads)
@@ -68,7 +68,7 @@ def measure(
 
 
 def _question(
-    build: Callable[[], Any], workload: ImageWorkload, options: PipelineOptions, tell: Callable[[str], None]
+    build: Callable[[], Any], workload: ImageWorkload, options: WorkerOptions, tell: Callable[[str], None]
 ) -> Any:
     """Profile model and cluster, settle the number of micro-batches, and return the planner's question."""
     import hvpipe
@@ -103,7 +103,7 @@ def _question(
     return ask(count)
 
 
-def _plans(question: Any, options: PipelineOptions) -> dict[str, Any]:
+def _plans(question: Any, options: WorkerOptions) -> dict[str, Any]:
     """Return a plan by each method; random methods have one for each seed, numbered in its name."""
     import hvpipe
     from hvpipe.plan.baselines import baseline
@@ -145,7 +145,7 @@ def _train_in_turn(
     keras: Any,
     pipelines: dict[str, Any],
     workload: ImageWorkload,
-    options: PipelineOptions,
+    options: WorkerOptions,
     tell: Callable[[str], None],
 ) -> _Trained:
     """Train every pipeline in each round. Its first step does not count, unless it is the only one."""
@@ -180,7 +180,7 @@ def _counted(keras: Any, counters: Callable[[], dict[str, float]]) -> Any:
 
 
 def _measured_plans(
-    question: Any, plans: dict[str, Any], trained: _Trained, options: PipelineOptions
+    question: Any, plans: dict[str, Any], trained: _Trained, options: WorkerOptions
 ) -> list[MeasuredPlan]:
     """Gather what all ranks measured, and put the simulation and the bound beside it."""
     import hvpipe

@@ -26,7 +26,7 @@ from hvpipe.plan.replication import Group
 from hvpipe.search import exhaustive
 from hvpipe.search.choice import candidates, find
 from hvpipe.search.judge import Judge
-from hvpipe.search.layout import Layout
+from hvpipe.search.layout import StageLayout
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.search.search import BUDGET
 from hvpipe.specs.cluster import Cluster, Device, Host, Link
@@ -103,7 +103,7 @@ def shortest_s(request: PlanRequest) -> float:
         for name, chunks in request.choice.schedules:
             if chunks == 1 or max(map(len, groups)) == 1:
                 for inner in combinations(range(1, layers), len(groups) * chunks - 1):
-                    judge.judge(Layout(groups, (*inner, layers), name, chunks))
+                    judge.judge(StageLayout(groups, (*inner, layers), name, chunks))
     return min([shortest_data_parallel_s(request), *(one.step_s for one in judge.best.values())])
 
 

@@ -251,7 +251,7 @@ def links(outcome: EvaluationOutcome) -> str:
             each.cluster,
             f"{each.first} to {each.second}",
             _rate(each.set_bits_per_s) or "no limit",
-            _rate(each.two_way_bits_per_s),
+            _rate(each.two_way_bits_per_s) + ("" if each.keeps_its_limit else ", NOT AS SET"),
             "" if each.latency_s is None else format_time(each.latency_s),
             _rate(each.bits_per_s) or each.why,
         ]

@@ -116,9 +116,3 @@ def _environment(case: Case) -> dict[str, str]:
 def _mpi_version(python: str) -> str:
     first = mpirun.version_line(mpirun.find_mpirun(python))
     return first.replace("mpirun (", "").replace(")", "") or "MPI"
-
-
-if __name__ == "__main__":
-    from bench.rounds.command import main
-
-    sys.exit(main())

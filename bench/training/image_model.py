@@ -98,7 +98,9 @@ def gradient_bytes(model: Any, *, tables: bool = True) -> int:
     """
     import keras
 
-    embeddings = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
+    from hvpipe.keras.compat import layers_in
+
+    embeddings = [layer for layer in layers_in(model) if isinstance(layer, keras.layers.Embedding)]
     left_out = [] if tables else [id(variable) for layer in embeddings for variable in layer.weights]
     count = 0
     for variable in model.trainable_variables:

@@ -44,7 +44,7 @@ class Network {
 
   // Between all ranks. `tag` tells collectives apart that are under way at the same time.
   virtual std::unique_ptr<RecordExchange> MakeExchange(const Record& mine) = 0;
-  // A record that has arrived from another rank before this rank's exchange; null if there is none, or if
+  // A record that has arrived from another rank before this rank's exchange; null if no record has, or if
   // this network cannot tell. The next exchange still gets it. For the driving thread.
   virtual const Record* EarlyRecord() { return nullptr; }
   // `out` has size * `bytes` bytes; this rank's own data must be in its place already.

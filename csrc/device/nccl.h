@@ -14,7 +14,7 @@
 namespace hvpipe {
 
 // The parts of nccl.h that hvpipe uses, so that it builds without NCCL. NCCL keeps this binary interface
-// within major version 2. tests/csrc/test_nccl.py checks it against a real header.
+// within major version 2. tests/csrc/device/test_nccl.py checks it against a real header.
 namespace nccl {
 
 constexpr int kSuccess = 0;

@@ -29,7 +29,7 @@ struct PostedMessage {
 class PostedMessages {
  public:
   std::int64_t Add(PostedMessage message);
-  // Remove and return a message; empty if there is none with this number.
+  // Remove and return a message; empty if no message has this number.
   std::optional<PostedMessage> Take(std::int64_t number);
   // Remove all sends and call their `done`. Their arrays will not come.
   void EndSends(const Error& error);

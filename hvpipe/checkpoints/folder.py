@@ -26,7 +26,7 @@ from hvpipe.checkpoints.files import write_file
 from hvpipe.checkpoints.manifest import (
     MANIFEST,
     Manifest,
-    Part,
+    RankPart,
     part_document,
     read_part,
     write_manifest,
@@ -61,13 +61,13 @@ def begin(folder: Path, step: int, run: str) -> Path:
     return place
 
 
-def announce_part(place: Path, part: Part) -> None:
+def announce_part(place: Path, part: RankPart) -> None:
     """Say what this rank wrote, after its file is on the disk."""
     text = json.dumps(part_document(part))
     write_file(place / f"rank-{part.rank}.json", lambda sink: sink.write(text.encode()))
 
 
-def announced_part(place: Path, rank: int) -> Part | None:
+def announced_part(place: Path, rank: int) -> RankPart | None:
     """Return what a rank has written; None if it has not said so yet."""
     path = place / f"rank-{rank}.json"
     return read_part(read_document(path)) if path.is_file() else None

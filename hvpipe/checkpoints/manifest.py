@@ -37,7 +37,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What one rank wrote: its file, and the names of the arrays in it."""
 
     rank: int
@@ -64,7 +64,7 @@ class Manifest:
     kind: str
     position: Position
     model: Mapping[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[RankPart, ...]
 
     @property
     def ranks(self) -> int:
@@ -124,18 +124,18 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def part_document(part: Part) -> dict[str, Any]:
+def part_document(part: RankPart) -> dict[str, Any]:
     """Return a part as JSON."""
     return {**asdict(part), "names": list(part.names), "notes": dict(part.notes)}
 
 
-def read_part(table: Table) -> Part:
+def read_part(table: Table) -> RankPart:
     """Read a part from JSON. Raises HvpipeError if a field is missing."""
     file = table.table("file")
     name = file.text("name")
     if Path(name).name != name:
         raise HvpipeError(f"{table.place} should name a file beside it. Received: name={name!r}")
-    return Part(
+    return RankPart(
         rank=table.integer("rank"),
         file=FileRecord(name, file.integer("size_bytes"), file.text("sha256")),
         names=tuple(table.texts("names")),
@@ -145,7 +145,7 @@ def read_part(table: Table) -> Part:
     )
 
 
-def part_of(parts: Sequence[Part], name: str) -> Part | None:
+def part_of(parts: Sequence[RankPart], name: str) -> RankPart | None:
     """Return the first part that has an array of this name."""
     return next((part for part in parts if name in part.names), None)
 

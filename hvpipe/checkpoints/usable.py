@@ -14,7 +14,7 @@ from hvpipe.errors import HvpipeError
 logger = logging.getLogger("hvpipe")
 
 
-class Ranks(Protocol):
+class RankExchange(Protocol):
     """The ranks that resume together."""
 
     rank: int
@@ -27,7 +27,7 @@ class Ranks(Protocol):
         """Return the values of all ranks, in rank order."""
 
 
-def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
+def newest_usable(folder: Path, ranks: RankExchange) -> tuple[Path, Manifest] | None:
     """Return the newest complete checkpoint whose files are unchanged; collective.
 
     Each file is read and checked by one rank. A damaged checkpoint is renamed and loudly reported, and the
@@ -93,7 +93,7 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
     return None
 
 
-def _checked(place: Path, ranks: Ranks) -> tuple[Manifest | None, str | None, str | None]:
+def _checked(place: Path, ranks: RankExchange) -> tuple[Manifest | None, str | None, str | None]:
     """Return the manifest, and what is damaged or unreadable in it and in this rank's share of the files."""
     try:
         manifest = read_manifest(place)

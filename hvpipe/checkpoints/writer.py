@@ -13,7 +13,7 @@ from typing import Any
 from hvpipe.checkpoints import folder as folders
 from hvpipe.checkpoints.arrays import write_arrays
 from hvpipe.checkpoints.files import FileRecord, write_file
-from hvpipe.checkpoints.manifest import Manifest, Part
+from hvpipe.checkpoints.manifest import Manifest, RankPart
 from hvpipe.errors import HvpipeError
 
 logger = logging.getLogger("hvpipe")
@@ -131,7 +131,7 @@ class Writer:
 
     def _write_part(self, place: Path, snapshot: Snapshot) -> None:
         rank = self._options.rank
-        part = Part(
+        part = RankPart(
             rank,
             _NO_FILE,
             tuple(snapshot.values),
@@ -148,9 +148,9 @@ class Writer:
             raise
         folders.announce_part(place, replace(part, file=file))
 
-    def _parts(self, place: Path) -> tuple[Part, ...]:
+    def _parts(self, place: Path) -> tuple[RankPart, ...]:
         """Wait for the parts of all ranks."""
-        found: list[Part] = []
+        found: list[RankPart] = []
         deadline_s, pause_s = time.monotonic() + self._options.timeout_s, 0.005
         while len(found) < self._options.ranks:
             part = folders.announced_part(place, len(found))

@@ -18,7 +18,7 @@ class Started:
         self._error: BaseException | None = None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; return whether it came."""
+        """Wait for the call to end; return whether it ended in time."""
         return self._ended.wait(timeout_s)
 
     def result(self) -> Any:

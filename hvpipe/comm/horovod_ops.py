@@ -22,7 +22,7 @@ _DIFFERENCES = ("FailedPreconditionError", "InvalidArgumentError")
 
 
 @dataclass(frozen=True)
-class Reduction:
+class HorovodReduction:
     """How ranks reduce: operation, factors, and the number of the process set."""
 
     op: str = "sum"
@@ -56,11 +56,11 @@ class HorovodOps:
         """Free the graph. Nothing may be under way."""
         self._session.close()
 
-    def allreduce(self, name: str, arrays: Sequence[Array], how: Reduction) -> list[Array]:
+    def allreduce(self, name: str, arrays: Sequence[Array], how: HorovodReduction) -> list[Array]:
         """Reduce arrays over the ranks. Horovod has no bfloat16, so it is added and sent as float32."""
         return self._narrow(arrays, self._run("allreduce", name, self._widen(arrays), how))
 
-    def reducescatter(self, name: str, arrays: Sequence[Array], how: Reduction) -> list[Array]:
+    def reducescatter(self, name: str, arrays: Sequence[Array], how: HorovodReduction) -> list[Array]:
         """Reduce arrays over the ranks; each rank gets some rows."""
         return self._narrow(arrays, self._run("reducescatter", name, self._widen(arrays), how))
 
@@ -107,7 +107,7 @@ class HorovodOps:
             call.input(i).view(self._dtype(call.dtype(i))).reshape(call.shape(i)) for i in range(call.tensors)
         ]
         if call.kind in ("allreduce", "reducescatter"):
-            how = Reduction(call.op, call.prescale, call.postscale, call.process_set)
+            how = HorovodReduction(call.op, call.prescale, call.postscale, call.process_set)
             return (self.allreduce if call.kind == "allreduce" else self.reducescatter)(
                 call.name, arrays, how
             )

@@ -66,7 +66,7 @@ class World(Protocol):
         """Name and version of the library that joins the ranks, such as "Open MPI v5.0.11"; or "none"."""
 
     def make_engine(self, settings: Settings) -> Any:
-        """Return the C++ engine between the ranks; None if there is none, with one rank. Collective."""
+        """Return the C++ engine between the ranks; None with one rank. Collective."""
 
     def make_named_calls(self, settings: Settings) -> Any:
         """Return the service for collectives that ranks call by name. Collective."""

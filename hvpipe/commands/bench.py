@@ -21,15 +21,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Become the benchmark. Raises LaunchError without a checkout."""
+    """Replace this process by the benchmark. Raises LaunchError without a checkout."""
     bench((options.subcommand, *options.arguments), environ)
 
 
 def bench(words: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Become `python -m bench` with these words. Raises LaunchError without a checkout.
+    """Replace this process by `python -m bench` with these words. Raises LaunchError without a checkout.
 
-    The benchmark replaces this process, so that it gets each signal itself: a second Ctrl-C must not keep it
-    from ending its ranks and taking its cluster down.
+    So the benchmark gets each signal itself: a second Ctrl-C must not keep it from ending its ranks and
+    taking its cluster down.
     """
     checkout = find_checkout(Path(__file__).parents[2], Path.cwd())
     path = environ.get("PYTHONPATH")

@@ -50,7 +50,7 @@ class Migration:
         return all(note.kind != "not moved" for note in self.notes)
 
     def diff(self) -> bytes:
-        """Return the change as `git apply` and `patch -p1` read it; empty if there is none."""
+        """Return the change as `git apply` and `patch -p1` read it; empty if nothing changes."""
         name = self.name.lstrip("/")
         end = b"\t" if " " in name else b""
         old, new = (os.fsencode(f"{side}/{name}") + end for side in "ab")

@@ -148,7 +148,7 @@ class _Supervisor:
                 preexec_fn=_end_with_this_process(),
             )
         except OSError as error:
-            raise LaunchError(f"The launcher should be a program that runs. Received: {error}") from error
+            raise LaunchError(f"The launcher should start. Received: {error}") from error
         if self._received is not None:  # the signal came while the process started
             self._end(self._received)
         done = threading.Event()

@@ -38,8 +38,9 @@ def running(callbacks: Sequence[Any]) -> Iterator[None]:
 def in_order(callbacks: Sequence[Any]) -> list[Any]:
     """Return the callbacks in the order to call them.
 
-    A callback with `at_epoch_ends`, another callback, comes first, and that one last. So it sees a step
-    boundary before the others act on the next batch, and the end of an epoch after they have acted on it.
+    A callback may have another one in its `at_epoch_ends`. It runs first, and that other one runs last. So
+    together they see a step boundary before the others act on the next batch, and the end of an epoch after
+    the others have acted on it.
     """
     first = [callback for callback in callbacks if hasattr(callback, "at_epoch_ends")]
     others = [callback for callback in callbacks if not hasattr(callback, "at_epoch_ends")]

@@ -14,6 +14,9 @@ ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 WIRE_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
 """The dtype on the network under each compression that only casts."""
 
+FIRST_PRIORITY = -1
+"""Of what goes ahead of all buckets, after the engine's control records."""
+
 _SENT_BYTES = {**ITEM_BYTES, "int8": 1}
 
 
@@ -108,13 +111,15 @@ class Bucket:
     the gradients' dtype, `wire_dtype` the buffer's. `row`, if not 0, is the number of elements in a row of a
     table; then only rows travel that are not zero on all ranks.
 
-    `priority` says which bucket goes first. Only `plan_buckets` sets it. Two places obey it:
+    `priority` says which bucket goes first. `plan_buckets` sets it; what compression sends ahead of a bucket
+    has FIRST_PRIORITY. Three places obey it:
 
     - The engine's progress thread (csrc/core/progress.cc, `TakeInbox`) decides the order *on the network*: of
       the operations under way, a lower priority goes first, and of equal ones the bucket that comes first in
       this plan. In shared memory all ranks take the buckets in the order of the plan.
     - `BucketPlan.by_need` gives the order in which the training step *collects* buckets and updates their
       weights.
+    - NCCL, which runs its calls in one order, gathers the buckets in this order (csrc/core/announce.cc).
     """
 
     name: str

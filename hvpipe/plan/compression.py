@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvpipe.errors import HvpipeError
-from hvpipe.plan.buckets import WIRE_DTYPE, Bucket, BucketPlan, Gradient
+from hvpipe.plan.buckets import FIRST_PRIORITY, WIRE_DTYPE, Bucket, BucketPlan, Gradient
 
 BLOCK = 256
 """Numbers that share a scale under "int8"."""
@@ -20,8 +20,6 @@ MOST_WHOLE = 4096
 """Gradients of so many numbers travel whole under "int8": compressing them takes longer than sending them."""
 MOST_RANKS = 63
 """Ranks that "int8" can serve: then a rank has 1.5 steps to each side of zero."""
-
-_FIRST_PRIORITY = -1  # before every second phase, after the engine's control records
 
 Shape = tuple[int, ...]
 Parts = tuple[Shape, Shape | None]
@@ -142,7 +140,7 @@ def in_phases(
         phased.append(found)
         name, dtype = f"first of {bucket.name}", compression.second_dtype
         counts = tuple(map(math.prod, in_first.values()))
-        firsts.append(replace(bucket, name=name, counts=counts, priority=_FIRST_PRIORITY))
+        firsts.append(replace(bucket, name=name, counts=counts, priority=FIRST_PRIORITY))
         counts = tuple(map(math.prod, in_second.values()))
         seconds.append(replace(bucket, counts=counts, dtype=dtype, wire_dtype=dtype))
     text = repr((plan.signature, compression, firsts, seconds))

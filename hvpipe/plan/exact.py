@@ -186,7 +186,7 @@ def _device_choices(orders: DeviceOrders, order: Sequence[str] | None, layers: i
 
 
 def _optimum(spans: Spans, choices: DeviceChoices, limit_s: float) -> tuple[float, list[Cut]]:
-    """Return the smallest bottleneck up to a limit, and its cuts; no cuts if there are none.
+    """Return the smallest bottleneck up to a limit, and its cuts; no cuts if every one exceeds it.
 
     best[s][used][end] is the smallest bottleneck of s stages on the used devices with the layers before
     `end`; infinite above the limit.

@@ -125,7 +125,7 @@ def fill(spans: Spans, choices: DeviceChoices, limit_s: float, breadth: BeamWidt
     that got furthest. Among sets of used devices, it keeps those that wasted the least of `limit_s`. If
     `breadth` has room for all sets (few kinds of devices), it tries every order.
 
-    Costs are not monotone, because the sizes of cuts jump. So it tries every end, also behind the first that
+    Costs are not monotone, because the sizes of cuts jump. So it tries every end, even past the first that
     takes too long. The furthest end may be a bad one: it may send a large tensor that the next stage has no
     time to receive. So it keeps a few shorter ends as well (`_worth_keeping`). It drops fills that wasted
     more than the remaining devices could make up for.

@@ -138,7 +138,7 @@ class Spans:
         return self._of_types[device_type]
 
     def reach(self, start: int, stop: int, device: StageDevice, limit_s: float) -> int:
-        """Return an end, at most `stop`, of a run from `start`: longer runs exceed limit or memory."""
+        """Return the furthest end, at most `stop`, of a run from `start` within the limit and the memory."""
         most_s = self.on(device.type).compute_s[: stop + 1]
         stop = int(np.searchsorted(most_s, most_s[start] + limit_s * device.speed * ABOVE, "right")) - 1
         if device.memory_bytes == np.inf:

@@ -14,7 +14,7 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.search.data_devices import data_devices
 from hvpipe.search.judge import MANY_DEVICES, Judge, Judged
-from hvpipe.search.layout import Layout
+from hvpipe.search.layout import StageLayout
 from hvpipe.search.options import AUTO, PipeliningChoice
 from hvpipe.search.search import BUDGET, faster_halves, search
 from hvpipe.specs.cluster import Cluster
@@ -217,7 +217,7 @@ def _data(
             refusals.append(str(error))
         for name, chunks in choice.schedules:
             if chunks == 1:
-                judge.judge(Layout((names,), (len(profile.layers),), name))
+                judge.judge(StageLayout((names,), (len(profile.layers),), name))
     for judged in (*judge.best.values(), other):
         if judged is not None:
             fitting.append(_forecast(profile, cluster, judged))

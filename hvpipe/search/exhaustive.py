@@ -9,13 +9,13 @@ from itertools import combinations
 
 from hvpipe.plan.replication import Group, device_kinds
 from hvpipe.search.judge import Judge
-from hvpipe.search.layout import Layout
+from hvpipe.search.layout import StageLayout
 
 MOST_DEVICES, MOST_LAYOUTS = 6, 50_000
 """Problems with more devices or layouts are searched by moves."""
 
 
-def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list[Layout] | None:
+def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list[StageLayout] | None:
     """Return every cut on every sequence of groups under every schedule; None if there are too many.
 
     Of sequences that differ only by devices of the same kind, it has one.
@@ -29,7 +29,7 @@ def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list
     layers, most = len(judge.profile.layers), judge.most_groups
     if len(names) > MOST_DEVICES or math.comb(layers - 1, min(len(names), layers) - 1) > MOST_LAYOUTS:
         return None
-    found: list[Layout] = []
+    found: list[StageLayout] = []
     for groups in _sequences(names, device_kinds(judge.cluster)):
         replicated = max(map(len, groups)) > 1
         if len(groups) > most or ("hybrid" if replicated else "pipeline") not in modes:
@@ -41,11 +41,11 @@ def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list
             if len(found) + math.comb(layers - 1, count - 1) > MOST_LAYOUTS:
                 return None
             for inner in combinations(range(1, layers), count - 1):
-                found.append(Layout(groups, (*inner, layers), name, chunks))
+                found.append(StageLayout(groups, (*inner, layers), name, chunks))
     return found
 
 
-def judge_all(judge: Judge, layouts: Sequence[Layout], reserve: int) -> bool:
+def judge_all(judge: Judge, layouts: Sequence[StageLayout], reserve: int) -> bool:
     """Judge the layouts, those that compute least first; skip those that cannot become the best of a mode.
 
     Args:

@@ -14,7 +14,7 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement_cost import together_s
 from hvpipe.plan.replication import Group
 from hvpipe.plan.span_costs import Spans
-from hvpipe.search.layout import Layout
+from hvpipe.search.layout import StageLayout
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Link
 from hvpipe.specs.profile import Profile
@@ -37,7 +37,7 @@ class Judged:
         missing_bytes: Bytes that devices lack, together; 0 if the layout fits.
     """
 
-    layout: Layout
+    layout: StageLayout
     pipelining: Pipelining
     step_s: float
     missing_bytes: float = 0
@@ -86,9 +86,9 @@ class Judge:
         self.room_bytes = {device.name: device.room_bytes for device in cluster.devices}
         self.limited = self._most_bytes() > min(self.room_bytes.values())
         self._device = {device.name: device for device in cluster.devices}
-        self._known: dict[Layout, Judged] = {}
-        self._refused: set[Layout] = set()
-        self._bounds: dict[Layout, tuple[Pipelining, float, float]] = {}
+        self._known: dict[StageLayout, Judged] = {}
+        self._refused: set[StageLayout] = set()
+        self._bounds: dict[StageLayout, tuple[Pipelining, float, float]] = {}
         self._links_of: dict[tuple[Group, Group], set[Link]] = {}
 
     def _most_bytes(self) -> float:
@@ -99,7 +99,7 @@ class Judge:
         recomputed = float(spans.saved_bytes[-1])
         return float(spans.state_bytes[-1]) + choice.microbatches * stashed + recomputed
 
-    def judge(self, layout: Layout, rival: Judged | None = None) -> Judged | None:
+    def judge(self, layout: StageLayout, rival: Judged | None = None) -> Judged | None:
         """Forecast a layout; None if it cannot run or beat the rival, or if the budget is spent."""
         if layout in self._known:
             return self._known[layout]
@@ -121,7 +121,7 @@ class Judge:
                 self.best[mode] = found
         return found
 
-    def _forecast(self, layout: Layout, pipelining: Pipelining, rival: Judged | None) -> Judged | None:
+    def _forecast(self, layout: StageLayout, pipelining: Pipelining, rival: Judged | None) -> Judged | None:
         pipelining, missing_bytes, bound_s = self._bounded(layout, pipelining)
         if missing_bytes:
             return Judged(layout, pipelining, math.inf, missing_bytes)
@@ -130,7 +130,7 @@ class Judge:
         self.left -= 100 + 60 * len(layout.devices) + 8 * len(layout.ends) * pipelining.microbatches
         return Judged(layout, pipelining, self.model.step(layout.placement, pipelining).step_s)
 
-    def _pipelining(self, layout: Layout) -> Pipelining:
+    def _pipelining(self, layout: StageLayout) -> Pipelining:
         how = Pipelining(
             layout.schedule, self.choice.microbatches, self.choice.fixed_recompute, layout.chunks
         )
@@ -138,7 +138,7 @@ class Judge:
             raise HvpipeError(f"recompute should name stages of the layout. Received: {how.recompute}")
         return how
 
-    def promise(self, layout: Layout) -> tuple[float, float]:
+    def promise(self, layout: StageLayout) -> tuple[float, float]:
         """Return a key that sorts layouts before they are simulated: missing bytes, and a bound of the step.
 
         Most steps are less than 1.1 times their bound.
@@ -151,7 +151,7 @@ class Judge:
             return math.inf, math.inf
         return missing_bytes, bound_s
 
-    def _bounded(self, layout: Layout, pipelining: Pipelining) -> tuple[Pipelining, float, float]:
+    def _bounded(self, layout: StageLayout, pipelining: Pipelining) -> tuple[Pipelining, float, float]:
         """Return the pipelining with what recomputes, the bytes that are missing, and a bound of the step."""
         if layout not in self._bounds:
             self.left -= 27 * len(layout.devices)
@@ -160,7 +160,7 @@ class Judge:
             self._bounds[layout] = pipelining, missing_bytes, bound_s
         return self._bounds[layout]
 
-    def _with_memory(self, layout: Layout, pipelining: Pipelining) -> tuple[Pipelining, float]:
+    def _with_memory(self, layout: StageLayout, pipelining: Pipelining) -> tuple[Pipelining, float]:
         """Let stages recompute where memory is short, if that is open; return what is still missing."""
         if not self.limited:
             return pipelining, 0
@@ -182,7 +182,7 @@ class Judge:
                 break
         return pipelining, sum(missing.values())
 
-    def _missing(self, layout: Layout, pipelining: Pipelining) -> dict[str, float]:
+    def _missing(self, layout: StageLayout, pipelining: Pipelining) -> dict[str, float]:
         sizes = self.model.memory_bytes(layout.placement, pipelining)
         return {
             name: size - self.room_bytes[name]
@@ -190,7 +190,7 @@ class Judge:
             if size > self.room_bytes[name]
         }
 
-    def busy_s(self, layout: Layout, pipelining: Pipelining) -> list[float]:
+    def busy_s(self, layout: StageLayout, pipelining: Pipelining) -> list[float]:
         """Return the seconds that each group of devices computes in a step, at least."""
         groups = layout.groups
         busy_s = [0.0] * len(groups)
@@ -200,7 +200,7 @@ class Judge:
             busy_s[number] += _whole_s(times_s, pipelining)
         return busy_s
 
-    def bound_s(self, layout: Layout, pipelining: Pipelining) -> float:
+    def bound_s(self, layout: StageLayout, pipelining: Pipelining) -> float:
         """Return seconds that the step takes at least, whichever group of devices it waits for.
 
         A group waits for its first input and computes. Then its last gradients travel on, if the backward has

@@ -10,7 +10,7 @@ from hvpipe.plan.replication import Group
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """A pipeline to judge.
 
     Args:

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from hvpipe.plan.replication import Group, device_kinds
 from hvpipe.search.judge import Judge, Judged
-from hvpipe.search.layout import Layout, are_ends
+from hvpipe.search.layout import StageLayout, are_ends
 from hvpipe.search.starts import Starts
 
 # More devices than this are not moved one by one: there would be too many ways.
@@ -40,7 +40,7 @@ class Moves:
         self._most_groups = judge.most_groups
         self._kind = device_kinds(judge.cluster)
 
-    def boundaries(self, layout: Layout) -> Iterator[Layout]:
+    def boundaries(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield the layout with one boundary moved by 1, 2, 4, ... layers, small steps first."""
         step = 1
         while step < self._layers:
@@ -51,7 +51,7 @@ class Moves:
                         yield replace(layout, ends=ends)
             step *= 2
 
-    def shifts(self, layout: Layout) -> Iterator[Layout]:
+    def shifts(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield the layout with several neighbouring boundaries moved in the same direction by a layer, or
         with few stages, by 1, 2, 4, ... layers."""
         inner, step = len(layout.ends) - 1, 1
@@ -64,7 +64,7 @@ class Moves:
                         yield replace(layout, ends=ends)
             step *= 2
 
-    def pairs(self, layout: Layout) -> Iterator[Layout]:
+    def pairs(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield the layout with two boundaries moved by up to two layers each, if the stages are few."""
         inner = len(layout.ends) - 1
         if inner >= _FEW_STAGES:
@@ -77,13 +77,13 @@ class Moves:
                 if are_ends(ends, self._layers):
                     yield replace(layout, ends=tuple(ends))
 
-    def schedules(self, layout: Layout) -> Iterator[Layout]:
+    def schedules(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield the layout under the other schedules with as many chunks."""
         for name, chunks in self._choice.schedules:
             if chunks == layout.chunks and name != layout.schedule:
                 yield replace(layout, schedule=name)
 
-    def devices(self, layout: Layout) -> Iterator[Layout]:
+    def devices(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield layouts with devices exchanged, moved, added or left out, stages merged or split, or other
         chunks."""
         for name, chunks in self._choice.schedules:
@@ -92,13 +92,13 @@ class Moves:
         for groups in self._changes(layout):
             yield from self._with(groups, layout)
 
-    def any_devices(self, layout: Layout, draw: random.Random) -> Layout:
+    def any_devices(self, layout: StageLayout, draw: random.Random) -> StageLayout:
         """Return the layout after one change of its devices, drawn at random."""
         changes = list(self._changes(layout))
         cuts = list(self._with(draw.choice(changes), layout)) if changes else []
         return draw.choice(cuts or [layout])
 
-    def _changes(self, layout: Layout) -> Iterator[tuple[Group, ...]]:
+    def _changes(self, layout: StageLayout) -> Iterator[tuple[Group, ...]]:
         """Yield other groups for a layout."""
         if len(layout.devices) > _FEW_DEVICES:
             return
@@ -109,13 +109,13 @@ class Moves:
             if self._stages or len(groups) == len(layout.groups):
                 yield groups
 
-    def _with(self, groups: Sequence[Group], layout: Layout) -> Iterator[Layout]:
+    def _with(self, groups: Sequence[Group], layout: StageLayout) -> Iterator[StageLayout]:
         """Yield the layout with other groups: with its cuts if they are as many, and cut again."""
         if len(groups) == len(layout.groups):
             yield replace(layout, groups=tuple(groups))
         yield from self._recut(groups, layout)
 
-    def _recut(self, groups: Sequence[Group], like: Layout) -> Iterator[Layout]:
+    def _recut(self, groups: Sequence[Group], like: StageLayout) -> Iterator[StageLayout]:
         if len(groups) <= self._most_groups:
             how = replace(self._choice.usual, schedule=like.schedule, chunks=like.chunks)
             for layout in self._starts.cut(groups, how):
@@ -168,7 +168,7 @@ class Moves:
                 half = len(group) // 2
                 yield (*groups[:place], group[:half], group[half:], *groups[place + 1 :])
 
-    def _idle(self, layout: Layout) -> Group:
+    def _idle(self, layout: StageLayout) -> Group:
         used = set(layout.devices)
         return tuple(name for name in self._kind if name not in used)
 
@@ -199,7 +199,7 @@ def improve(judge: Judge, moves: Moves, start: Judged) -> Judged:
     return best
 
 
-def try_better(judge: Judge, moves: Moves, layout: Layout, best: Judged) -> Judged | None:
+def try_better(judge: Judge, moves: Moves, layout: StageLayout, best: Judged) -> Judged | None:
     """Settle a layout if its bound, after its boundaries have moved, lets it beat the best."""
     layout, (missing_bytes, bound_s) = descend(judge, moves, layout)
     if best.fits and (missing_bytes or bound_s >= best.step_s):
@@ -221,7 +221,7 @@ def settle(judge: Judge, moves: Moves, start: Judged) -> Judged:
     return best
 
 
-def descend(judge: Judge, moves: Moves, start: Layout) -> tuple[Layout, tuple[float, float]]:
+def descend(judge: Judge, moves: Moves, start: StageLayout) -> tuple[StageLayout, tuple[float, float]]:
     """Move boundaries as long as that lowers the bound of the step; return the layout and its promise."""
     best, promise, improved = start, judge.promise(start), True
     while improved and judge.left > 0:

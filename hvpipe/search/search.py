@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from hvpipe.search.exhaustive import every_layout, judge_all
 from hvpipe.search.judge import Judge, Judged
-from hvpipe.search.layout import Layout
+from hvpipe.search.layout import StageLayout
 from hvpipe.search.moves import Moves, improve, settle, try_better
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.search.starts import Starts
@@ -159,7 +159,7 @@ def _best_first(judged: Iterable[Judged]) -> list[Judged]:
 
 def _diverse(ranked: Sequence[Judged]) -> list[Judged]:
     """Put the best of each mode, number of stages and chunks first, then the best of each set of groups."""
-    found: dict[Layout, Judged] = {}
+    found: dict[StageLayout, Judged] = {}
     for key in (_mode_and_stages, _groups):
         firsts: dict[object, Judged] = {}
         for one in ranked:
@@ -168,9 +168,9 @@ def _diverse(ranked: Sequence[Judged]) -> list[Judged]:
     return list(found.values())
 
 
-def _mode_and_stages(layout: Layout) -> object:
+def _mode_and_stages(layout: StageLayout) -> object:
     return layout.mode, len(layout.groups), layout.chunks
 
 
-def _groups(layout: Layout) -> object:
+def _groups(layout: StageLayout) -> object:
     return layout.groups

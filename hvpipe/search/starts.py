@@ -14,7 +14,7 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group, groupings
 from hvpipe.plan.span_costs import Spans
 from hvpipe.search.judge import Judge
-from hvpipe.search.layout import Layout, even_ends
+from hvpipe.search.layout import StageLayout, even_ends
 
 # With more devices than this, only some numbers of stages are tried, and the greedy partitioner, whose time
 # grows with devices times layers, is left out.
@@ -41,7 +41,7 @@ class Starts:
         self.cutter = ChainCutter(judge.profile, self.spans, judge.cluster)
         self._relaxed = judge.limited and judge.choice.recompute == "auto"
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[StageLayout]:
         """Yield the layouts of every schedule whose number of stages is possible."""
         seen = set()
         # With many devices, other schedules are only tried on the best layouts.
@@ -58,7 +58,7 @@ class Starts:
                         seen.add(layout)
                         yield layout
 
-    def cut(self, groups: Sequence[Group], how: Pipelining) -> Iterator[Layout]:
+    def cut(self, groups: Sequence[Group], how: Pipelining) -> Iterator[StageLayout]:
         """Yield cuts for the groups by every rule, if memory is scarce also with recomputation."""
         stages = [*groups] * how.chunks
         if len(stages) > len(self._profile.layers):
@@ -67,14 +67,14 @@ class Starts:
         for rule in RULES:
             for recompute in dict.fromkeys((again, self._relaxed or again)):
                 if ends := self.cutter.cut(stages, how, rule, recompute=recompute):
-                    yield Layout(tuple(groups), ends, how.schedule, how.chunks)
-        yield Layout(
+                    yield StageLayout(tuple(groups), ends, how.schedule, how.chunks)
+        yield StageLayout(
             tuple(groups), even_ends(len(self._profile.layers), len(stages)), how.schedule, how.chunks
         )
         if how.chunks == 1 and max(map(len, groups)) == 1:
             yield from self._published(groups, how)
 
-    def _published(self, groups: Sequence[Group], how: Pipelining) -> Iterator[Layout]:
+    def _published(self, groups: Sequence[Group], how: Pipelining) -> Iterator[StageLayout]:
         """Yield the cuts of baselines, which may use fewer devices."""
         devices = [self._cluster.device(name) for (name,) in groups]
         for name in _BASELINES:
@@ -82,9 +82,9 @@ class Starts:
             used = [(group, places) for group, places in placed if places]
             if self._stages in (None, len(used)):
                 ends = tuple(places[-1] + 1 for _, places in used)
-                yield Layout(tuple(group for group, _ in used), ends, how.schedule)
+                yield StageLayout(tuple(group for group, _ in used), ends, how.schedule)
 
-    def greedy(self) -> Iterator[Layout]:
+    def greedy(self) -> Iterator[StageLayout]:
         """Yield the greedy partitioner's plans, which also search the order of unequal devices."""
         name, chunks = self._choice.schedules[0]
         devices = len(self._cluster.devices)
@@ -101,7 +101,7 @@ class Starts:
                 if plan is not None:
                     placement = plan.placement(self._profile)
                     groups = tuple(devices for devices, _ in placement[:count])
-                    yield Layout(groups, tuple(places[-1] + 1 for _, places in placement), name, chunks)
+                    yield StageLayout(groups, tuple(places[-1] + 1 for _, places in placement), name, chunks)
 
     def _all_groups(self, chunks: int) -> Iterator[list[Group]]:
         """Yield the devices of each stage, for each number of stages and order of devices to try."""

@@ -67,9 +67,9 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
 def sustained(link: Link, sizes_bytes: tuple[float, float], times_s: tuple[float, float]) -> Link:
     """Return the link with the bandwidth of long transfers, if a burst at full speed has hidden it.
 
-    Some limited links (token buckets) let a burst pass at full speed. No line explains their times. So if a
-    large message takes over a quarter longer than `link` says, two that are larger than a burst give the
-    bandwidth.
+    Some limited links (token buckets) let a burst pass at full speed. No straight line fits their times. So
+    if a large message takes over a quarter longer than `link` says, two that are larger than a burst give
+    the bandwidth.
 
     Args:
         link: What `fit_link` returned.

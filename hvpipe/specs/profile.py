@@ -75,8 +75,8 @@ class Profile:
         owner = None if place is None else self.layers[place]
         if owner is None or owner.weights_of is not None or owner.weight_bytes != layer.weight_bytes:
             raise HvpipeError(
-                f"weights_of of layer {layer.name!r} should name a layer that has as many bytes of its own "
-                f"weights. Received: weights_of={layer.weights_of!r}, weight_bytes={layer.weight_bytes}"
+                f"weights_of of layer {layer.name!r} should name a layer whose own weights have the same "
+                f"size. Received: weights_of={layer.weights_of!r}, weight_bytes={layer.weight_bytes}"
             )
 
     def _check_tensors(self, place: int) -> None:
@@ -84,8 +84,8 @@ class Profile:
         named = {name for tensor in self.layers[place].tensors for name in tensor.users}
         if wrong := named ^ {self.layers[user].name for user in self.users[place]}:
             raise HvpipeError(
-                f"The tensors of layer {self.layers[place].name!r} should have the users that the edges say. "
-                f"Received: {min(wrong)!r} in one of the two only"
+                f"The tensors of layer {self.layers[place].name!r} should list the same users as the edges. "
+                f"Received: {min(wrong)!r}, which only one of the two has"
             )
 
     @cached_property

@@ -150,7 +150,7 @@ def summarise_trace(trace: Trace) -> Summary:
         return summarise(trace, counters, [], int(images))
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise HvpipeError(
-            "A trace should have numbers as `counters`, an object per rank, as `images` and as utilization. "
+            "In a trace, `counters` (one object per rank), `images` and the utilization should be numbers. "
             f"Received: {error}"
         ) from error
 

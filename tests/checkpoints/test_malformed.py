@@ -17,8 +17,8 @@ from hvpipe.checkpoints.files import FileRecord
 from hvpipe.checkpoints.manifest import (
     MANIFEST,
     Manifest,
-    Part,
     Position,
+    RankPart,
     _digest,
     read_manifest,
     write_manifest,
@@ -37,7 +37,7 @@ WRONG = st.one_of(
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("good")
-    part = Part(0, FileRecord("rank-0.npz", 10, "ab"), ("weights/0",), 3, 3, {"a": 1})
+    part = RankPart(0, FileRecord("rank-0.npz", 10, "ab"), ("weights/0",), 3, 3, {"a": 1})
     write_manifest(
         folder, Manifest("4f2a9c", "data_parallel", Position(5, 1, 2), {"variables": [1]}, (part,))
     )

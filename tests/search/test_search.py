@@ -26,7 +26,7 @@ from hvpipe.plan.stage_plan import Plan
 from hvpipe.search.choice import candidate, choose, plan_for_every_device
 from hvpipe.search.data_devices import data_devices
 from hvpipe.search.judge import Judge
-from hvpipe.search.layout import Layout
+from hvpipe.search.layout import StageLayout
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.search.search import BUDGET, faster_halves, search
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
@@ -66,7 +66,7 @@ def test_a_branch_does_not_wait_for_the_stage_before_it() -> None:
     cluster, choice = equal_cluster(3), PipeliningChoice("1f1b", 4)
     judge, layout = (
         Judge(profile, cluster, choice, 10**6),
-        Layout((("h0",), ("h1",), ("h2",)), (1, 2, 3), "1f1b"),
+        StageLayout((("h0",), ("h1",), ("h2",)), (1, 2, 3), "1f1b"),
     )
     one = judge.judge(layout)
     assert one is not None
@@ -105,7 +105,7 @@ def test_replicas_share_by_their_speed_for_their_stage() -> None:
     plan = Plan.of(profile, cluster, placement, how, "hybrid")
     assert [stage.shares for stage in plan.stages] == [(1.0,), (1.0, 0.5)]
     judge = Judge(profile, cluster, PipeliningChoice.of(how), 10**6)
-    one = judge.judge(Layout((("a",), ("b", "c")), (1, 2), "1f1b"))
+    one = judge.judge(StageLayout((("a",), ("b", "c")), (1, 2), "1f1b"))
     assert one is not None
     assert one.step_s == forecast(plan, profile, cluster).step_s
 

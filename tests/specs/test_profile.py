@@ -106,7 +106,7 @@ def test_the_fingerprint_ignores_times() -> None:
         ({"edges": [{"from": "a", "to": "z"}]}, "there is no layer 'z'"),
         (
             {"layers": [LAYER | {"tensors": [{"bytes": 1, "users": ["b"]}]}], "edges": []},
-            "tensors of layer 'a' should have the users that the edges say. Received: 'b'",
+            "tensors of layer 'a' should list the same users as the edges. Received: 'b'",
         ),
         ({"layers": [LAYER | {"tensors": [{"bytes": -1, "users": []}]}]}, r"tensors\[0\].*bytes=-1"),
         ({"layers": [LAYER | {"tensors": [{"bytes": 1, "to": []}]}]}, "only bytes, gradient_bytes, users"),

@@ -113,7 +113,7 @@ def test_a_summary_of_another_version_is_computed_again() -> None:
     ids=str,
 )
 def test_metadata_that_is_not_hvpipes(metadata: dict[str, object]) -> None:
-    with pytest.raises(HvpipeError, match=r"should have numbers as `counters`.*Received: "):
+    with pytest.raises(HvpipeError, match=r"`counters` .* should be numbers\. Received: "):
         summarise_trace(Trace(OVERLAPPED, metadata))
 
 

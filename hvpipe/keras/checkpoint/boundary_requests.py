@@ -34,7 +34,7 @@ class CheckpointTimer:
         self._due = False
 
     def follow(self, rank: int) -> None:
-        """Go on as this rank: ranks were lost. The interval goes on, and ends on all ranks alike."""
+        """Continue as this rank after a loss. The interval continues, and ends on all ranks alike."""
         self._rank = rank
 
     def due(self, step: int, epochs: int | None = None) -> bool:

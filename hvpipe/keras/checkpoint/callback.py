@@ -91,7 +91,7 @@ class _Running:
         self.fit: CheckpointedFit | None = None
 
     def take(self) -> CheckpointedFit | None:
-        """Return the `fit`, which ends."""
+        """Return the running `fit`, and forget it, because it is ending."""
         fit, self.fit = self.fit, None
         return fit
 

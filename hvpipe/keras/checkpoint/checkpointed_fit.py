@@ -21,7 +21,7 @@ from hvpipe.comm.job_folder import STOPPED, TOO_FEW
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.boundary_requests import BUSY, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
-from hvpipe.keras.checkpoint.data_position import Reading
+from hvpipe.keras.checkpoint.data_position import ResumedReading
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.preemption import StopRequest, tell_launcher
 from hvpipe.keras.checkpoint.resume import Resume
@@ -71,7 +71,7 @@ class CheckpointedFit:
         self._ranks_before: int | None = None
         self._inner: Any = None
         self._description: dict[str, Any] | None = None
-        self._reading, self._resumed_step = Reading(None, 0), 0
+        self._reading, self._resumed_step = ResumedReading(None, 0), 0
         self._open = contextlib.ExitStack()
 
     # --- Beginning and end -------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvpipe.checkpoints.arrays import read_arrays
-from hvpipe.checkpoints.manifest import Manifest, Part
+from hvpipe.checkpoints.manifest import Manifest, RankPart
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind, check_variables, described
 from hvpipe.keras.checkpoint.random_state import random_state, set_random_state
@@ -267,12 +267,12 @@ class RestoredDataParallel:
         self._shared, self._own = {}, {}
 
 
-def _own_values(place: Path, part: Part) -> dict[str, Any]:
+def _own_values(place: Path, part: RankPart) -> dict[str, Any]:
     return read_arrays(place / part.file.name, _names(part, _OWN))
 
 
 def _mean_weights(place: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the means over ranks of weights that are each rank's own; those of rank 0 if they are no floats.
+    """Return each weight averaged over the ranks, or rank 0's value if it is not a float.
 
     So what was under way counts as in plain averaging.
     """
@@ -291,7 +291,7 @@ def _without_round(own: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in own.items() if not name.startswith(left_out)}
 
 
-def _names(part: Part, prefix: str) -> list[str]:
+def _names(part: RankPart, prefix: str) -> list[str]:
     return [name for name in part.names if name.startswith(prefix)]
 
 

@@ -38,7 +38,7 @@ SOURCE, READ = "source", "read"  # notes of rank 0's part
 
 
 @dataclass(frozen=True)
-class Ranks:
+class OwnRank:
     """This rank, and how many there are now."""
 
     rank: int
@@ -46,7 +46,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ResumedReading:
     """Where the first epoch of a resumed `fit` reads.
 
     Attributes:
@@ -68,8 +68,8 @@ class Reading:
 
 
 def resumed_reading(
-    iterator: Any, fit_call: FitCall, length: int | None, manifest: Manifest, ranks: Ranks
-) -> Reading:
+    iterator: Any, fit_call: FitCall, length: int | None, manifest: Manifest, ranks: OwnRank
+) -> ResumedReading:
     """Read over what was trained on before the checkpoint.
 
     Args:
@@ -96,11 +96,11 @@ def resumed_reading(
         return _on_other_ranks(iterator, dataset, fit_call, length, manifest, ranks, made)
     found = _after(iterator, dataset, made)
     _read_over(found, batch)
-    return Reading(None if found is iterator else found, batch)
+    return ResumedReading(None if found is iterator else found, batch)
 
 
 def _after(first: Any, dataset: Any, made: int) -> Any:
-    """Return the iterator that is made after `made` others, of which `first` is one."""
+    """Return iterator number `made` of a dataset, where `first` is number 0. Makes those in between."""
     found = first
     for _ in range(made):
         found = iter(dataset)
@@ -108,8 +108,8 @@ def _after(first: Any, dataset: Any, made: int) -> Any:
 
 
 def _within_one_iterator(
-    iterator: Any, dataset: Any, steps_per_epoch: int, manifest: Manifest, ranks: Ranks
-) -> Reading:
+    iterator: Any, dataset: Any, steps_per_epoch: int, manifest: Manifest, ranks: OwnRank
+) -> ResumedReading:
     """Read on in the one iterator that Keras keeps over all epochs."""
     position = manifest.position
     length = int(dataset.cardinality())
@@ -122,12 +122,12 @@ def _within_one_iterator(
     if manifest.ranks == ranks.size:
         noted = manifest.parts[0].notes.get(READ)
         _read_over(iterator, before + position.batch if noted is None else noted)
-        return Reading(None, position.batch, read=noted)
+        return ResumedReading(None, position.batch, read=noted)
     earlier = (position.samples - position.epoch_samples) / ranks.size
     first, samples = _read_over_samples(iterator, earlier)
     batches, more = _read_over_samples(iterator, position.samples / ranks.size - samples)
     _tell(position.samples / ranks.size - samples - more)
-    return Reading(None, batches, read=first + batches)
+    return ResumedReading(None, batches, read=first + batches)
 
 
 def _read_over(iterator: Any, batches: int) -> None:
@@ -150,9 +150,9 @@ def _on_other_ranks(
     fit_call: FitCall,
     length: int | None,
     manifest: Manifest,
-    ranks: Ranks,
+    ranks: OwnRank,
     made: int,
-) -> Reading:
+) -> ResumedReading:
     """Continue after the samples that all ranks have trained on together in this epoch."""
     samples, noted = manifest.position.epoch_samples, manifest.parts[0].notes.get(SOURCE)
     source = source_of(fit_call.x)
@@ -165,16 +165,16 @@ def _on_other_ranks(
             _read_over(found, noted)
         left = max(0, int(source.cardinality()) - noted) // ranks.size
         skipped = noted // ranks.size if length is None else length - left
-        return Reading(_rounds(found, ranks), skipped, source=noted)
+        return ResumedReading(_rounds(found, ranks), skipped, source=noted)
     found = _after(iterator, dataset, made)
     if noted is not None:  # by an elastic job, in the first epoch
         rounds = -(-noted // ranks.size)
         _read_over(found, rounds)
         _tell(noted - rounds * ranks.size, "batches")
-        return Reading(None if found is iterator else found, rounds)
+        return ResumedReading(None if found is iterator else found, rounds)
     batches, read = _read_over_samples(found, samples / ranks.size)
     _tell(samples / ranks.size - read)
-    return Reading(None if found is iterator else found, batches)
+    return ResumedReading(None if found is iterator else found, batches)
 
 
 def _read_over_samples(iterator: Any, samples: float) -> tuple[int, int]:
@@ -190,7 +190,7 @@ def _read_over_samples(iterator: Any, samples: float) -> tuple[int, int]:
     return batches, found
 
 
-def _rounds(iterator: Any, ranks: Ranks) -> Iterator[Any]:
+def _rounds(iterator: Any, ranks: OwnRank) -> Iterator[Any]:
     """Yield this rank's batches of a dataset that all ranks read, as `shard` does."""
     while True:
         batches = []

@@ -10,7 +10,7 @@ from hvpipe.keras.pipeline.state_names import number_in
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank that is left has.
+    """The state of a rank that is left.
 
     Attributes:
         place: The steps that it has done, the epoch, and the batches done in it.

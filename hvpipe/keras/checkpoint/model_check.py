@@ -31,8 +31,8 @@ def check_kind(manifest: Manifest, kind: str) -> None:
     """Raise HvpipeError if the model was trained in another way."""
     if manifest.kind != kind:
         raise HvpipeError(
-            f"A checkpoint of {kind} training should resume here. Received: one of {manifest.kind} training, "
-            "which only the same kind of training can continue"
+            f"This model can resume only a checkpoint of {kind} training. "
+            f"Received: a checkpoint of {manifest.kind} training"
         )
 
 

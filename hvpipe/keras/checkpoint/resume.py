@@ -10,7 +10,7 @@ from typing import Any
 from hvpipe.checkpoints.manifest import Manifest
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.callback_state import set_callbacks
-from hvpipe.keras.checkpoint.data_position import Ranks, Reading, resumed_reading
+from hvpipe.keras.checkpoint.data_position import OwnRank, ResumedReading, resumed_reading
 from hvpipe.keras.checkpoint.training_state import Restored, TrainingState
 from hvpipe.keras.compat import set_initial_epoch
 from hvpipe.keras.data_parallel.shards import batch_of
@@ -47,9 +47,9 @@ class Resume:
         self._others = others
         self._model = model
         world = state.session.world
-        self._ranks = Ranks(world.rank, world.size)
+        self._ranks = OwnRank(world.rank, world.size)
         self._part = manifest.parts[world.rank % manifest.ranks]
-        self._reading = Reading(None, manifest.position.batch)
+        self._reading = ResumedReading(None, manifest.position.batch)
         self._skipped = 0
         self._own_hooks: list[tuple[Any, str, Any]] = []
         self._length: int | None = None
@@ -63,7 +63,7 @@ class Resume:
         return self.begun and self._skipped >= self._reading.skipped
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ResumedReading:
         """Where the data was read to, once the first batch has come."""
         return self._reading
 
@@ -137,7 +137,7 @@ class Resume:
 
     def _read_over(self, iterator: Any) -> None:
         # Where all ranks read the same data, their number does not matter.
-        reading = self._ranks if self._state.shares_data else Ranks(0, self._manifest.ranks)
+        reading = self._ranks if self._state.shares_data else OwnRank(0, self._manifest.ranks)
         self._reading = on_all_ranks(
             self._state.session,
             "reading over the batches before the checkpoint",

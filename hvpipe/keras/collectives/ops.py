@@ -31,12 +31,7 @@ def allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce tensors over the ranks of a process set, all of them or none. `factors`: before and after."""
-    call = _call_name("allreduce", name, tensors)
-    return _listed(
-        library().hvpipe_named_allreduce(
-            tensors=tensors, factors=_factors(*factors), call=call, process_set=process_set, reduce_op=op
-        )
-    )
+    return _reduced("allreduce", tensors, op, factors, process_set, name)
 
 
 @without_autograph
@@ -80,11 +75,20 @@ def reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce tensors over a process set; each rank gets its part of the first axis."""
-    call = _call_name("reducescatter", name, tensors)
+    return _reduced("reducescatter", tensors, op, factors, process_set, name)
+
+
+def _reduced(
+    kind: str,
+    tensors: Sequence[Any],
+    op: int,
+    factors: tuple[float, float],
+    process_set: int,
+    name: str | None,
+) -> list[Any]:
+    call, reduce = _call_name(kind, name, tensors), getattr(library(), f"hvpipe_named_{kind}")
     return _listed(
-        library().hvpipe_named_reducescatter(
-            tensors=tensors, factors=_factors(*factors), call=call, process_set=process_set, reduce_op=op
-        )
+        reduce(tensors=tensors, factors=_factors(*factors), call=call, process_set=process_set, reduce_op=op)
     )
 
 

@@ -40,7 +40,7 @@ def make_reducer(
 
 
 def check_gradient_compression(session: Session, compression: str | None) -> None:
-    """Raise HvpipeError unless gradients can be compressed so between these ranks."""
+    """Raise HvpipeError unless these ranks support this compression."""
     asked = compression_named(compression)
     if asked is not None and session.settings.elastic:
         raise HvpipeError(

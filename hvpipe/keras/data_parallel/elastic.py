@@ -350,11 +350,11 @@ class Elastic:
         self._leaves_after = begun  # a step boundary, at which all ranks can write
 
 
-def check_elastic(session: Session, overlap: str, sync_batch_norm: bool) -> None:
+def check_elastic(session: Session, overlap: str, exact: bool, sync_batch_norm: bool) -> None:
     """Raise HvpipeError for what an elastic job cannot train with."""
     if not session.settings.elastic:
         return
-    if overlap in ("stale", "local"):
+    if not exact:
         raise HvpipeError(
             '--elastic needs overlap="none", "backward" or "step": what "stale" leaves to the next step, and '
             f'"local" to the end of a round, is lost with a rank. Received: overlap={overlap!r}'

@@ -1,4 +1,4 @@
-"""The batches of an elastic `fit`: those of a step that is repeated on fewer ranks are given out anew.
+"""The batches of an elastic `fit`: if fewer ranks repeat a step, they divide its batches among them.
 
     batches of all ranks    0 1 2 | 3 4 5 | 6 7 8        3 ranks: a round of 3 batches for each step
     rank 1 is lost in step 2      | 3 4 | 5 6 | 7 8      2 ranks continue from batch 3

@@ -42,18 +42,20 @@ class RoundOptions:
     waiting_steps: int = 0
 
 
+def check_no_rounds(overlap: str, every: int | None, learning_rate: float, momentum: float) -> None:
+    """Raise HvpipeError for arguments of rounds in a mode that has none."""
+    if every is not None or (learning_rate, momentum) != (1.0, 0.0):
+        raise HvpipeError(
+            'every, outer_learning_rate and outer_momentum are for overlap="local". Received: '
+            f"every={every}, outer_learning_rate={learning_rate} and outer_momentum={momentum} with "
+            f"overlap={overlap!r}"
+        )
+
+
 def round_options(
-    overlap: str, every: int | None, learning_rate: float, momentum: float, warmup_steps: int
+    every: int | None, learning_rate: float, momentum: float, warmup_steps: int
 ) -> RoundOptions:
-    """Return the rounds of "local". Raises HvpipeError for arguments that are wrong or without effect."""
-    if overlap != "local":
-        if every is not None or (learning_rate, momentum) != (1.0, 0.0):
-            raise HvpipeError(
-                'every, outer_learning_rate and outer_momentum are for overlap="local". Received: '
-                f"every={every}, outer_learning_rate={learning_rate} and outer_momentum={momentum} with "
-                f"overlap={overlap!r}"
-            )
-        return RoundOptions()
+    """Return the rounds of "local". Raises HvpipeError for wrong arguments."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise HvpipeError(
             f'overlap="local" needs every, the steps of a round, at least 1. Received: every={every!r}'

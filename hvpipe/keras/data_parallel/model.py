@@ -33,7 +33,7 @@ from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
 from hvpipe.keras.data_parallel.compressed_reduce import check_gradient_compression
 from hvpipe.keras.data_parallel.elastic import check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
-from hvpipe.keras.data_parallel.local_rounds import check_local, round_options
+from hvpipe.keras.data_parallel.local_rounds import RoundOptions, check_local, check_no_rounds, round_options
 from hvpipe.keras.data_parallel.nonfinite import check_policy
 from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named
 from hvpipe.keras.data_parallel.shards import same_length, source_of
@@ -115,7 +115,7 @@ def data_parallel(
             gradients, and ranks average what `every` steps have changed, while they take the next steps. This
             is for links on which "step" waits most of the time. It is a different algorithm, too (DaSGD:
             Zhou et al., 2020); docs/data-parallel.md has the formula.
-        every: With "local", which needs it: the steps of a round.
+        every: Steps in a round. Required with "local", refused otherwise.
         outer_learning_rate: With "local": the learning rate of the step on the averaged changes. 1 with
             `outer_momentum=0` averages weights. DiLoCo (Douillard et al., 2023) has 0.7 and 0.9, for
             rounds of hundreds of steps.
@@ -127,8 +127,8 @@ def data_parallel(
         bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB, or
             an eighth of the gradients if they have less than 32 MiB (at least 64 KiB).
         warmup_steps: With "stale", "int8" or "powersgd:R", how many steps without it come first. With
-            "local", rounds that end within so many steps wait for their average, without
-            overlap; a large number is for all.
+            "local", rounds that end within so many steps wait for their average, without overlap. A large
+            number makes every round wait.
         sync_batch_norm: Whether the model's BatchNormalization layers normalise by the batches of all ranks
             together, as `SyncBatchNormalization`; the default is each rank's own batch.
         verify_every: After every so many steps, compare a checksum of each weight, seed and slot over ranks,
@@ -157,14 +157,17 @@ def data_parallel(
         ```
     """
     mode = overlap_named(overlap)
-    rounds = round_options(overlap, every, outer_learning_rate, outer_momentum, warmup_steps)
+    given = (every, outer_learning_rate, outer_momentum)
+    if mode.reduces_gradients:
+        check_no_rounds(overlap, *given)
+    rounds = RoundOptions() if mode.reduces_gradients else round_options(*given, warmup_steps)
     compresses = compression_named(compression) is not None
     if not isinstance(model, keras.Model):
         raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")
     session = current()
-    check_elastic(session, overlap, sync_batch_norm)
+    check_elastic(session, overlap, mode.exact, sync_batch_norm)
     check_gradient_compression(session, compression)
-    if overlap in ("stale", "local") and compresses:
+    if compresses and not mode.exact:
         raise HvpipeError(
             f'overlap="{overlap}" needs compression=None, "bf16" or "fp16": use "step" with others. '
             f"Received: compression={compression!r}"

@@ -33,6 +33,10 @@ def applied_outside(optimizer: Any) -> HvpipeError:
     )
 
 
+class _TraceEndedError(HvpipeError):
+    """Ends the trace of a nested graph that must not be kept, because its update is missing."""
+
+
 def _misfit(findings: StepFindings) -> HvpipeError:
     return HvpipeError(
         "hvpipe plans a step from its graph before the step runs. This graph was traced while it ran (by a "
@@ -166,6 +170,7 @@ class OptimizerHook:
             # The user's tf.function would keep this graph, which has no update: end its trace.
             if self._look is not None:
                 self._look.append(findings)
+                raise _TraceEndedError
             raise _misfit(findings)
         if is_last:
             self._update.ends()
@@ -253,7 +258,7 @@ class OptimizerHook:
             self._guard.look(step, self._session.world.rank)
 
     def hold(self) -> list[Any]:
-        """Flush, but for sums that belong to the next step, which are returned; collective."""
+        """Flush, and return the sums that belong to the next step; collective."""
         return self._overlap.hold(self._buckets)
 
     @property
@@ -280,10 +285,8 @@ class OptimizerHook:
         self._look = found
         try:
             trace()
-        except Exception:
-            if all(map(self.fits, found)):
-                raise
-            # `apply` has ended the trace of a nested graph that must not be kept; its findings are here.
+        except _TraceEndedError:
+            pass  # `apply` has added the findings about the graph
         finally:
             self._look = None
         return found

@@ -56,6 +56,8 @@ class Overlap:
     """Whether buckets are reduced in the order of the plan instead of by urgency."""
     on_stream: ClassVar[bool] = False
     """Whether a step needs all sums before it goes on, so that a GPU may wait for them, not the host."""
+    exact: ClassVar[bool] = True
+    """Whether weights are, bit for bit, those of "none"."""
     reduces_gradients: ClassVar[bool] = True
     """Whether gradients are reduced. If not, each rank updates with its own, and weights differ."""
     rounds: LocalRounds | None = None
@@ -203,6 +205,7 @@ class StaleOverlap(_Deferring):
     steps, which update with their own gradients at once.
     """
 
+    exact = False
     # The next step collects all of this step's buckets. Urgent ones would delay the previous step's buckets
     # and its update.
     in_turn = True
@@ -276,14 +279,14 @@ class LocalOverlap(Overlap):
     one rank skips, because its loss scale overflows, stays missing in that rank's `iterations`.
     """
 
-    reduces_gradients = False
+    exact = reduces_gradients = False
 
     def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
         super().__init__(options)
         self.rounds = LocalRounds(options.rounds)
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Raise HvpipeError for an average of weights, which each rank would take of its own."""
+        """Raise HvpipeError if the optimizer averages weights (use_ema): each rank would average its own."""
         if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
             raise HvpipeError(
                 'overlap="local" needs an optimizer without use_ema: each rank would average its own '

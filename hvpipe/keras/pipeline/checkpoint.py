@@ -216,8 +216,8 @@ def read_shards(
     missing = [name for name, source in sources.items() if source not in shard_of]
     if missing:
         raise HvpipeError(
-            "The optimizer should have the settings it was saved with, and the same layers be trainable. "
-            f"Received: {_with_path(missing[0], state)}, which {folder} does not have"
+            "The optimizer should have the settings it was saved with, and the same layers should be "
+            f"trainable. Received: {_with_path(missing[0], state)}, which {folder} does not have"
         )
     if optimizer is not None and index.text("optimizer"):
         _check_all_slots_are_wanted(shard_of, state, folder)

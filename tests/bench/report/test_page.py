@@ -253,6 +253,13 @@ def test_the_bound_says_if_link_rates_were_measured() -> None:
     assert "bound (links as measured)" in page(found)
 
 
+def test_a_link_that_is_not_as_set_is_marked() -> None:
+    rounds = [finished(case("hvpipe-step"), 3.0)]
+    assert "NOT AS SET" not in page(outcome(*rounds, links=(LINK,)))
+    faster = replace(LINK, two_way_bits_per_s=1.58e9)
+    assert "1580 Mb/s, NOT AS SET" in page(outcome(*rounds, links=(faster,)))
+
+
 def _two_groups(*failed: Round) -> EvaluationOutcome:
     """Make groups of 8 and of 16 samples. Ours is twice as fast as `tf-mwms`; `tf-ps` is even slower."""
     rounds = [

@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 
 from hvpipe.checkpoints.files import FileRecord
-from hvpipe.checkpoints.manifest import Manifest, Part, Position
+from hvpipe.checkpoints.manifest import Manifest, Position, RankPart
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.checkpoint.data_position import Ranks, Reading, resumed_reading
+from hvpipe.keras.checkpoint.data_position import OwnRank, ResumedReading, resumed_reading
 from hvpipe.keras.data_parallel import shards
 from hvpipe.keras.data_parallel.elastic_data import ElasticData
 from hvpipe.keras.fit_call import FitCall
@@ -59,14 +59,14 @@ def arrays() -> Any:
 
 
 def manifest(epoch: int, batch: int, ranks: int, epoch_samples: int, **notes: int) -> Manifest:
-    parts = tuple(Part(rank, FileRecord("", 0, ""), (), notes=notes) for rank in range(ranks))
+    parts = tuple(RankPart(rank, FileRecord("", 0, ""), (), notes=notes) for rank in range(ranks))
     step = epoch * BATCHES + batch
     samples = epoch * BATCHES * BATCH + epoch_samples
     return Manifest("0", "data_parallel", Position(step, epoch, batch, samples, epoch_samples), {}, parts)
 
 
 def train(
-    data: Any, steps_per_epoch: int | None, resume: tuple[Manifest, Ranks] | None = None, x: Any = None
+    data: Any, steps_per_epoch: int | None, resume: tuple[Manifest, OwnRank] | None = None, x: Any = None
 ) -> list[int]:
     """Return what an eager `fit` trains on, from the checkpoint on if one is given."""
     model = Recorder()
@@ -118,7 +118,7 @@ def test_the_same_order_after_the_same_batch(
     if make is not arrays:  # Keras shuffles arrays in the same way in every epoch, once a seed is set
         assert whole[:steps_in_epoch] != whole[steps_in_epoch : 2 * steps_in_epoch]
     position = manifest(EPOCH, SKIPPED, 1, SKIPPED * BATCH)
-    rest = train(make(), steps_per_epoch, (position, Ranks(0, 1)))
+    rest = train(make(), steps_per_epoch, (position, OwnRank(0, 1)))
     assert rest == whole[EPOCH * steps_in_epoch + SKIPPED :]
 
 
@@ -133,7 +133,7 @@ def test_on_more_ranks_the_epoch_continues_after_the_same_samples() -> None:
     """One rank has trained on two of six batches; two ranks share the other four."""
     whole = train(shuffled(), None)
     position = manifest(EPOCH, 2, 1, 2 * BATCH)
-    seen = [train(shard(shuffled(), rank, 2), None, (position, Ranks(rank, 2))) for rank in (0, 1)]
+    seen = [train(shard(shuffled(), rank, 2), None, (position, OwnRank(rank, 2))) for rank in (0, 1)]
     epoch = whole[EPOCH * BATCHES : (EPOCH + 1) * BATCHES]
     assert [seen[i % 2][i // 2] for i in range(4)] == epoch[2:]
     following = whole[(EPOCH + 1) * BATCHES :]
@@ -144,7 +144,7 @@ def test_on_fewer_ranks_where_no_batch_begins_there(caplog: pytest.LogCaptureFix
     """In the first epoch, three ranks have trained on three batches; two ranks can only share two or four."""
     position = manifest(0, 1, 3, 3 * BATCH)
     with caplog.at_level(logging.WARNING, "hvpipe"):
-        seen = [train(shard(shuffled(), rank, 2), None, (position, Ranks(rank, 2))) for rank in (0, 1)]
+        seen = [train(shard(shuffled(), rank, 2), None, (position, OwnRank(rank, 2))) for rank in (0, 1)]
     whole = train(shuffled(), None)
     assert [seen[i % 2][i // 2] for i in range(2)] == whole[4:6]
     assert "cannot continue at exactly the same sample" in caplog.text
@@ -153,7 +153,7 @@ def test_on_fewer_ranks_where_no_batch_begins_there(caplog: pytest.LogCaptureFix
 def test_the_second_resume_after_a_change_of_ranks() -> None:
     """Regression: one batch on one rank, then one round on two. By steps it would be four batches."""
     position = manifest(EPOCH, 2, 2, 3 * BATCH, source=3)
-    seen = [train(shard(shuffled(), rank, 2), None, (position, Ranks(rank, 2))) for rank in (0, 1)]
+    seen = [train(shard(shuffled(), rank, 2), None, (position, OwnRank(rank, 2))) for rank in (0, 1)]
     epoch = train(shuffled(), None)[EPOCH * BATCHES : (EPOCH + 1) * BATCHES]
     assert [seen[i % 2][i // 2] for i in range(2)] == epoch[3:5]
 
@@ -161,13 +161,13 @@ def test_the_second_resume_after_a_change_of_ranks() -> None:
 def test_the_second_resume_of_a_dataset_that_repeats() -> None:
     """Other ranks had trained in the first epochs, with fewer batches for each."""
     position = manifest(EPOCH, SKIPPED, 1, SKIPPED * BATCH, read=5)
-    assert train(repeated(), 4, (position, Ranks(0, 1))) == train(repeated(), 4)[5:][: 8 - SKIPPED]
+    assert train(repeated(), 4, (position, OwnRank(0, 1))) == train(repeated(), 4)[5:][: 8 - SKIPPED]
 
 
 def test_what_a_checkpoint_notes() -> None:
-    assert Reading(None, 2).notes(5, 3) == {}
-    assert Reading(None, 2, source=4).notes(5, 3) == {"source": 19}
-    assert Reading(None, 2, read=4).notes(5, 3) == {"read": 9}
+    assert ResumedReading(None, 2).notes(5, 3) == {}
+    assert ResumedReading(None, 2, source=4).notes(5, 3) == {"source": 19}
+    assert ResumedReading(None, 2, read=4).notes(5, 3) == {"read": 9}
 
 
 def test_an_elastic_job_resumes_after_the_last_batch() -> None:
@@ -190,9 +190,9 @@ def test_an_elastic_job_resumes_after_the_last_batch() -> None:
 def test_data_that_ends_too_early() -> None:
     short = numbers().batch(BATCH).take(2)
     with pytest.raises(HvpipeError, match="Received: it ends after 2 of 3 batches"):
-        train(short, None, (manifest(0, 3, 1, 6), Ranks(0, 1)))
+        train(short, None, (manifest(0, 3, 1, 6), OwnRank(0, 1)))
 
 
 def test_a_finite_dataset_over_epochs() -> None:
     with pytest.raises(HvpipeError, match=r"should repeat\(\) to be resumed"):
-        train(shuffled(), 4, (manifest(2, 1, 1, 2), Ranks(0, 1)))
+        train(shuffled(), 4, (manifest(2, 1, 1, 2), OwnRank(0, 1)))
