@@ -261,6 +261,13 @@ def gaps(entry: Public) -> list[str]:
     wanted = parameters(init, method=True) if init else set()
     wanted |= {field.target.id for field in fields(node) if isinstance(field.target, ast.Name)}
     found = list(gaps_of_sections(node, init, {name for name in wanted if not name.startswith("_")}))
+    told = ast.get_docstring(node) or ""
+    for child in node.body:
+        if isinstance(child, Function) and child.name == "__post_init__":
+            found += [f"Raises without {kind}" for kind in raised(child) if kind not in told]
+    for method in methods(node):
+        words = ast.get_docstring(method) or ""
+        found += [f"{method.name} does not say {kind}" for kind in raised(method) if kind not in words]
     if any(ast.unparse(base).startswith("keras.") for base in node.bases):
         return found  # inherited methods are documented on the Keras class
     return found + [

@@ -34,9 +34,9 @@ void Expect(bool right, const std::string& what) {
   if (!right) throw hvpipe::Error("wrong: " + what);
 }
 
-void Part(const char* what, const std::function<void()>& part) {
+void Run(const char* what, const std::function<void()>& check) {
   try {
-    part();
+    check();
     std::printf("ok %s\n", what);
   } catch (const std::exception& error) {
     failed = true;
@@ -54,9 +54,9 @@ std::vector<float> Random(std::size_t count) {
 }
 
 // Device memory with two streams and an event.
-class Bench {
+class Fixture {
  public:
-  explicit Bench(Device& device)
+  explicit Fixture(Device& device)
       : device_(device), stream_(device.MakeStream()), other_(device.MakeStream()) {}
 
   Device::Stream stream() const { return stream_; }
@@ -126,117 +126,145 @@ void Check(const std::vector<float>& found, const std::vector<float>& wanted, co
   }
 }
 
-void WithNccl(const std::shared_ptr<Device>& shared, Bench& bench, const std::string& path) {
-  Device& device = *shared;
-  const hvpipe::NcclLibrary library(path);
-  std::printf("note NCCL %s, %s\n", library.VersionText().c_str(), path.c_str());
-  const hvpipe::CurrentDevice current(device);
-  const auto go_on = [] {};
-  const std::size_t bytes = kCount * sizeof(float);
-  const auto numbers = Random(kCount);
-  void* const in = device.Allocate(bytes);
-  void* const out = device.Allocate(bytes);
-  bench.Put(in, numbers);
-  const std::vector<float> poison(kCount, NAN);
-  std::unique_ptr<hvpipe::NcclCommunicator> one;
-  const auto settle = [&](const char* what) {
-    one->WaitUntilReady(kTimeoutS, what, go_on);
-    bench.Synchronize(bench.stream());
-  };
-  Part("NCCL: join", [&] {
-    one = std::make_unique<hvpipe::NcclCommunicator>(library, shared, 0, 1, library.NewId());
-    one->WaitUntilReady(60, "joining", go_on);
-  });
-  if (one == nullptr) return;
-  Part("NCCL: all-reduce", [&] {
-    bench.Put(out, poison);
-    one->AllReduce(in, out, kCount, DType::kFloat32, bench.stream());
-    settle("an all-reduce");
-    Check(bench.Get(out, kCount), numbers, "the sum");
-  });
-  Part("NCCL: reduce-scatter, all-gather, broadcast in place", [&] {
-    bench.Put(out, numbers);
-    one->ReduceScatter(out, kCount, DType::kFloat32, bench.stream());
-    settle("a reduce-scatter");
-    one->AllGather(out, kCount, DType::kFloat32, bench.stream());
-    settle("an all-gather");
-    one->Broadcast(out, bytes, 0, bench.stream());
-    settle("a broadcast");
-    Check(bench.Get(out, kCount), numbers, "the sum");
-  });
-  Part("NCCL: grouped send to itself", [&] {
-    bench.Put(out, poison);
-    one->Grouped([&] {
-      one->Send(in, bytes, 0, bench.stream());
-      one->Receive(out, bytes, 0, bench.stream());
+// One rank's calls of a real NCCL.
+class NcclChecks {
+ public:
+  NcclChecks(std::shared_ptr<Device> shared, Fixture& bench, const std::string& path)
+      : shared_(std::move(shared)), device_(*shared_), bench_(bench), library_(path), current_(device_) {
+    std::printf("note NCCL %s, %s\n", library_.VersionText().c_str(), path.c_str());
+    bench_.Put(in_, numbers_);
+  }
+
+  ~NcclChecks() {
+    device_.Free(in_);
+    device_.Free(out_);
+  }
+
+  void RunAll() {
+    Run("NCCL: join", [&] {
+      one_ = std::make_unique<hvpipe::NcclCommunicator>(library_, shared_, 0, 1, library_.NewId());
+      one_->WaitUntilReady(60, "joining", [] {});
     });
-    settle("a message to itself");
-    Check(bench.Get(out, kCount), numbers, "the message");
-  });
-  Part("NCCL: several all-reduces in a group", [&] {
-    bench.Put(out, poison);
-    one->Grouped([&] {
-      const std::size_t half = kCount / 2;
-      one->AllReduce(in, out, half, DType::kFloat32, bench.stream());
-      one->AllReduce(static_cast<float*>(in) + half, static_cast<float*>(out) + half, kCount - half,
-                     DType::kFloat32, bench.stream());
+    if (one_ == nullptr) return;
+    Collectives();
+    Memory();
+    Ends();
+  }
+
+ private:
+  static constexpr std::size_t kBytes = kCount * sizeof(float);
+
+  void Settle(const char* what) {
+    one_->WaitUntilReady(kTimeoutS, what, [] {});
+    bench_.Synchronize(bench_.stream());
+  }
+
+  void Collectives() {
+    Run("NCCL: all-reduce", [&] {
+      bench_.Put(out_, poison_);
+      one_->AllReduce(in_, out_, kCount, DType::kFloat32, bench_.stream());
+      Settle("an all-reduce");
+      Check(bench_.Get(out_, kCount), numbers_, "the sum");
     });
-    settle("a group");
-    Check(bench.Get(out, kCount), numbers, "the sums");
-  });
-  Part("NCCL: registered memory", [&] {
-    Expect(library.has_memory(), "this NCCL has no ncclMemAlloc");
-    void* const own = library.Allocate(bytes);
-    device.Clear(own, bytes);
-    Check(bench.Get(own, kCount), std::vector<float>(kCount, 0.0F), "cleared memory");
-    void* const registration = one->Register(own, bytes);
-    std::printf("note ncclCommRegister %s\n", registration != nullptr ? "registers" : "is switched off");
-    bench.Put(own, numbers);
-    one->AllReduce(own, own, kCount, DType::kFloat32, bench.stream());
-    settle("an all-reduce of registered memory");
-    Check(bench.Get(own, kCount), numbers, "the sum");
-    if (registration != nullptr) one->Deregister(registration);
-    library.Free(own);
-  });
-  Part("NCCL: launch latency", [&] {
-    const auto begin = std::chrono::steady_clock::now();
-    constexpr int kTimes = 200;
-    for (int i = 0; i < kTimes; ++i) {
-      one->AllReduce(in, out, 1000, DType::kFloat32, bench.stream());
-      while (!one->Ready()) {
+    Run("NCCL: reduce-scatter, all-gather, broadcast in place", [&] {
+      bench_.Put(out_, numbers_);
+      one_->ReduceScatter(out_, kCount, DType::kFloat32, bench_.stream());
+      Settle("a reduce-scatter");
+      one_->AllGather(out_, kCount, DType::kFloat32, bench_.stream());
+      Settle("an all-gather");
+      one_->Broadcast(out_, kBytes, 0, bench_.stream());
+      Settle("a broadcast");
+      Check(bench_.Get(out_, kCount), numbers_, "the sum");
+    });
+    Run("NCCL: grouped send to itself", [&] {
+      bench_.Put(out_, poison_);
+      one_->Grouped([&] {
+        one_->Send(in_, kBytes, 0, bench_.stream());
+        one_->Receive(out_, kBytes, 0, bench_.stream());
+      });
+      Settle("a message to itself");
+      Check(bench_.Get(out_, kCount), numbers_, "the message");
+    });
+    Run("NCCL: several all-reduces in a group", [&] {
+      bench_.Put(out_, poison_);
+      one_->Grouped([&] {
+        const std::size_t half = kCount / 2;
+        one_->AllReduce(in_, out_, half, DType::kFloat32, bench_.stream());
+        one_->AllReduce(static_cast<float*>(in_) + half, static_cast<float*>(out_) + half, kCount - half,
+                        DType::kFloat32, bench_.stream());
+      });
+      Settle("a group");
+      Check(bench_.Get(out_, kCount), numbers_, "the sums");
+    });
+  }
+
+  void Memory() {
+    Run("NCCL: registered memory", [&] {
+      Expect(library_.has_memory(), "this NCCL has no ncclMemAlloc");
+      void* const own = library_.Allocate(kBytes);
+      device_.Clear(own, kBytes);
+      Check(bench_.Get(own, kCount), std::vector<float>(kCount, 0.0F), "cleared memory");
+      void* const registration = one_->Register(own, kBytes);
+      std::printf("note ncclCommRegister %s\n", registration != nullptr ? "registers" : "is switched off");
+      bench_.Put(own, numbers_);
+      one_->AllReduce(own, own, kCount, DType::kFloat32, bench_.stream());
+      Settle("an all-reduce of registered memory");
+      Check(bench_.Get(own, kCount), numbers_, "the sum");
+      if (registration != nullptr) one_->Deregister(registration);
+      library_.Free(own);
+    });
+    Run("NCCL: launch latency", [&] {
+      const auto begin = std::chrono::steady_clock::now();
+      constexpr int kTimes = 200;
+      for (int i = 0; i < kTimes; ++i) {
+        one_->AllReduce(in_, out_, 1000, DType::kFloat32, bench_.stream());
+        while (!one_->Ready()) {
+        }
       }
-    }
-    const std::chrono::duration<double, std::micro> taken = std::chrono::steady_clock::now() - begin;
-    std::printf("note %.1f us from a call until the communicator is ready\n", taken.count() / kTimes);
-    bench.Synchronize(bench.stream());
-  });
-  Part("NCCL: close", [&] { one->Close(kTimeoutS); });
-  Part("NCCL: abort, from a thread without a current device", [&] {
-    hvpipe::NcclCommunicator ended(library, shared, 0, 1, library.NewId());
-    ended.WaitUntilReady(60, "joining", go_on);
-    ended.AllReduce(in, out, kCount, DType::kFloat32, bench.stream());
-    std::thread([&] { ended.Abort(); }).join();
-    Expect(ended.Aborted(kTimeoutS), "the abort does not end");
-    bool refused = false;
-    try {
-      ended.AllReduce(in, out, 1, DType::kFloat32, bench.stream());
-    } catch (const hvpipe::Error&) {
-      refused = true;
-    }
-    Expect(refused, "a call after the abort is not refused");
-    bench.Synchronize(bench.stream());
-  });
-  Part("NCCL: a second communicator after an abort", [&] {
-    hvpipe::NcclCommunicator again(library, shared, 0, 1, library.NewId());
-    again.WaitUntilReady(60, "joining", go_on);
-    again.AllReduce(in, out, kCount, DType::kFloat32, bench.stream());
-    again.WaitUntilReady(kTimeoutS, "an all-reduce", go_on);
-    bench.Synchronize(bench.stream());
-    again.Close(kTimeoutS);
-  });
-  device.Free(in);
-  device.Free(out);
-}
+      const std::chrono::duration<double, std::micro> taken = std::chrono::steady_clock::now() - begin;
+      std::printf("note %.1f us from a call until the communicator is ready\n", taken.count() / kTimes);
+      bench_.Synchronize(bench_.stream());
+    });
+  }
+
+  void Ends() {
+    Run("NCCL: close", [&] { one_->Close(kTimeoutS); });
+    Run("NCCL: abort, from a thread without a current device", [&] {
+      hvpipe::NcclCommunicator ended(library_, shared_, 0, 1, library_.NewId());
+      ended.WaitUntilReady(60, "joining", [] {});
+      ended.AllReduce(in_, out_, kCount, DType::kFloat32, bench_.stream());
+      std::thread([&] { ended.Abort(); }).join();
+      Expect(ended.Aborted(kTimeoutS), "the abort does not end");
+      bool refused = false;
+      try {
+        ended.AllReduce(in_, out_, 1, DType::kFloat32, bench_.stream());
+      } catch (const hvpipe::Error&) {
+        refused = true;
+      }
+      Expect(refused, "a call after the abort is not refused");
+      bench_.Synchronize(bench_.stream());
+    });
+    Run("NCCL: a second communicator after an abort", [&] {
+      hvpipe::NcclCommunicator again(library_, shared_, 0, 1, library_.NewId());
+      again.WaitUntilReady(60, "joining", [] {});
+      again.AllReduce(in_, out_, kCount, DType::kFloat32, bench_.stream());
+      again.WaitUntilReady(kTimeoutS, "an all-reduce", [] {});
+      bench_.Synchronize(bench_.stream());
+      again.Close(kTimeoutS);
+    });
+  }
+
+  const std::shared_ptr<Device> shared_;
+  Device& device_;
+  Fixture& bench_;
+  const hvpipe::NcclLibrary library_;
+  const hvpipe::CurrentDevice current_;
+  const std::vector<float> numbers_ = Random(kCount);
+  const std::vector<float> poison_ = std::vector<float>(kCount, NAN);
+  void* const in_ = device_.Allocate(kBytes);
+  void* const out_ = device_.Allocate(kBytes);
+  std::unique_ptr<hvpipe::NcclCommunicator> one_;
+};
 
 }  // namespace
 
@@ -245,9 +273,9 @@ int main(int argc, char** argv) {
   try {
     const std::shared_ptr<Device> device = hvpipe::OpenDevice(argv[1], 0);
     std::printf("note device %s\n", device->Name().c_str());
-    Bench bench(*device);
-    Part("streams and events", [&] { bench.StreamsAndEvents(); });
-    Part("a scaled cast against the host", [&] {
+    Fixture bench(*device);
+    Run("streams and events", [&] { bench.StreamsAndEvents(); });
+    Run("a scaled cast against the host", [&] {
       const auto numbers = Random(kCount);
       void* const in = device->Allocate(kCount * sizeof(float));
       void* const out = device->Allocate(kCount * sizeof(float));
@@ -263,7 +291,7 @@ int main(int argc, char** argv) {
       device->Free(in);
       device->Free(out);
     });
-    if (argc > 2) Part("NCCL", [&] { WithNccl(device, bench, argv[2]); });
+    if (argc > 2) Run("NCCL", [&] { NcclChecks(device, bench, argv[2]).RunAll(); });
   } catch (const std::exception& error) {
     std::printf("FAILED opening the device: %s\n", error.what());
     return 1;

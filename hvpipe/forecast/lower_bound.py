@@ -32,6 +32,9 @@ def lower_bound_s(schedule: Schedule, costs: Costs, dataflow: Dataflow | None = 
     Returns:
         Seconds.
 
+    Raises:
+        HvpipeError: If `costs` do not fit the schedule.
+
     Example:
         ```python
         schedule = make_schedule("gpipe", ranks=4, microbatches=8)

@@ -26,6 +26,12 @@ class Forecast:
         busy_s: Seconds that each device of `plan.ranks` computes.
         memory_bytes: Peak bytes of each device of `plan.ranks`: weights, gradients, slots and activations.
         make_trace: Makes `trace`; None if the placement is not a pipeline.
+
+    Example:
+        ```python
+        found = forecast(plan, profile, cluster)
+        print(found.step_s, found.utilization)
+        ```
     """
 
     plan: Plan

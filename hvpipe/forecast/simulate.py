@@ -55,7 +55,7 @@ class StageTimes:
             raise HvpipeError(f"weight_s should be from 0 to backward_s. Received: {self}")
 
     def seconds(self, kind: str) -> float:
-        """Return the seconds of an action of this kind."""
+        """Return the seconds of an action of this kind. HvpipeError without the `weight_s` that it needs."""
         if kind == "F":
             return self.forward_s
         if kind == "B":
@@ -107,6 +107,12 @@ class Simulation:
         ends_s: Seconds from the start of the step to the end of each rank's last action.
         work: What was simulated.
         resources: The names of the work's resources.
+
+    Example:
+        ```python
+        found = simulate(make_schedule("1f1b", ranks=2, microbatches=4), [StageTimes(1, 2)] * 2)
+        print(found.makespan_s, found.peak_stash)
+        ```
     """
 
     makespan_s: float

@@ -49,6 +49,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         without_xla(current(), model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Send the weights of `root_rank`. Raises HvpipeError for a model that is not built."""
         if not self.model.built:
             raise HvpipeError(
                 "BroadcastGlobalVariablesCallback needs a model that is built: give it an input shape, or "
@@ -66,6 +67,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     Args:
         **others: Arguments of Horovod's callback that hvpipe does not have; those that matter are refused.
+
+    Raises:
+        HvpipeError: For an argument that is refused.
 
     Example:
         ```python

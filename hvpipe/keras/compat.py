@@ -1,8 +1,8 @@
 """Everything in Keras that is not public: only this file imports `keras.src` or touches private attributes.
 
-Each entry says what it reads, and what in hvpipe breaks if Keras drops it. All of them are in Keras 3.12.4
-and 3.15.1, the oldest and the newest version that hvpipe is tested with; an entry that differs says so.
-Before a newer Keras is allowed, compare its source with this file.
+Each entry says what it reads, and what in hvpipe needs it and breaks if Keras drops it. All of them are in
+Keras 3.12.4 and 3.15.1, the oldest and the newest version that hvpipe is tested with; an entry that differs
+says so. Before a newer Keras is allowed, compare its source with this file.
 
 Subclasses of Keras classes override private members that a function cannot wrap:
   - `Model._symbolic_build`, `Model._maybe_symbolic_build` in pipeline/model.py: its models are built already;
@@ -50,7 +50,7 @@ def layers_in(layer: Any, *, include_self: bool = True) -> list[Any]:
 
 
 def own_moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
-    """Return Keras' mean and variance of a batch (`BatchNormalization._moments`)."""
+    """Return Keras' mean and variance of a batch (`BatchNormalization._moments`). SyncBatchNormalization."""
     mean, variance = keras.layers.BatchNormalization._moments(layer, inputs, mask)
     return mean, variance
 
@@ -64,7 +64,7 @@ def replace_moments(layer: Any, stand_in: Callable[[Any, Any], tuple[Any, Any]])
 
 
 def has_keras_moments(layer: Any) -> bool:
-    """Return whether a BatchNormalization layer computes its statistics by Keras' own `_moments`."""
+    """Return whether a BatchNormalization layer uses Keras' own `_moments`. Building models."""
     own = "_moments" in vars(layer)
     return not own and type(layer)._moments is keras.layers.BatchNormalization._moments
 
@@ -111,22 +111,22 @@ def build_from_batch(model: Any, batch: Any) -> None:
 
 
 def check_compiled(model: Any, method: str) -> None:
-    """Raise Keras' error unless the model is compiled (`Trainer._assert_compile_called`)."""
+    """Raise Keras' error unless the model is compiled (`Trainer._assert_compile_called`). `data_parallel`."""
     model._assert_compile_called(method)
 
 
 def metrics_in_order(model: Any, logs: Any) -> Any:
-    """Return logs as the list that Keras returns (`Trainer._flatten_metrics_in_order`)."""
+    """Return logs as Keras' list (`Trainer._flatten_metrics_in_order`). `evaluate` and others."""
     return model._flatten_metrics_in_order(logs)
 
 
 def initial_epoch(model: Any) -> int:
-    """Return the epoch that BackupAndRestore resumes from, else 0 (`Trainer._initial_epoch`)."""
+    """Return the epoch that BackupAndRestore resumes from, else 0 (`Trainer._initial_epoch`). Resuming."""
     return int(model._initial_epoch or 0)
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Start the next epoch loop at `epoch`; 0: at the `initial_epoch` of `fit` (`Trainer._initial_epoch`)."""
+    """Start the next loop at `epoch`; 0: at `fit`'s `initial_epoch` (`Trainer._initial_epoch`). Resuming."""
     model._initial_epoch = epoch or None
 
 
@@ -187,12 +187,12 @@ def step_functions(train_function: Any) -> tuple[Any, Any] | None:
 
 
 def compiled_loss(model: Any) -> Any:
-    """Return the model's CompileLoss or None (`Trainer._compile_loss`)."""
+    """Return the model's CompileLoss or None (`Trainer._compile_loss`). Losses of micro-batches."""
     return model._compile_loss
 
 
 def compiled_metrics(model: Any) -> Any:
-    """Return the model's CompileMetrics or None (`Trainer._compile_metrics`)."""
+    """Return the model's CompileMetrics or None (`Trainer._compile_metrics`). Metrics of pipelines."""
     return model._compile_metrics
 
 
@@ -207,7 +207,7 @@ def user_losses(loss: Any) -> Any:
 
 
 def user_loss_weights(loss: Any) -> Any:
-    """Return the loss weights as given to `compile` (`CompileLoss._user_loss_weights`)."""
+    """Return the loss weights given to `compile` (`CompileLoss._user_loss_weights`). Micro-batches."""
     return loss._user_loss_weights
 
 
@@ -247,12 +247,12 @@ def outputs_structure(functional: Any) -> Any:
 
 
 def standardize_inputs(functional: Any, inputs: Any) -> list[Any]:
-    """Return inputs flat, cast and reshaped as the model does (`Functional._standardize_inputs`)."""
+    """Return inputs as the model casts them (`Functional._standardize_inputs`). Stages of pipelines."""
     return list(functional._standardize_inputs(inputs))
 
 
 def check_inputs(functional: Any, inputs: Any) -> None:
-    """Raise Keras' error for inputs of wrong shapes (`Layer._assert_input_compatibility`)."""
+    """Raise Keras' error for wrong shapes (`Layer._assert_input_compatibility`). Stages of pipelines."""
     functional._assert_input_compatibility(inputs)
 
 
@@ -260,7 +260,7 @@ def check_inputs(functional: Any, inputs: Any) -> None:
 
 
 def native_value(variable: Any) -> Any:
-    """Return the tf.Variable in a Keras variable, None while it has no memory (`Variable._value`)."""
+    """Return the tf.Variable in a Keras variable, None without memory (`Variable._value`). Stages."""
     return variable._value
 
 
@@ -275,7 +275,7 @@ def drop_memory(variable: Any) -> None:
 
 
 def initialize_now(variable: Any) -> None:
-    """Give a variable its initial value (`Variable._deferred_initialize`)."""
+    """Give a variable its initial value (`Variable._deferred_initialize`). Models without memory."""
     variable._deferred_initialize()
 
 
@@ -285,12 +285,12 @@ def initialize_with(variable: Any, value: Any) -> None:
 
 
 def initializer_of(variable: Any) -> Any:
-    """Return the initializer of a variable without memory (`Variable._initializer`)."""
+    """Return the initializer of a variable without memory (`Variable._initializer`). The same models."""
     return variable._initializer
 
 
 def set_initializer(variable: Any, initializer: Any) -> None:
-    """Replace the initializer of a variable without memory (`Variable._initializer`)."""
+    """Replace the initializer of a variable without memory (`Variable._initializer`). The same models."""
     variable._initializer = initializer
 
 
@@ -327,7 +327,7 @@ METHODS_ONCE_PER_STEP = (
 
 
 def trained_variables(optimizer: Any) -> list[Any]:
-    """Return what an optimizer was built for (`Optimizer._trainable_variables`)."""
+    """Return what an optimizer was built for (`Optimizer._trainable_variables`). The order of buckets."""
     return list(optimizer._trainable_variables)
 
 
@@ -340,7 +340,7 @@ def step_count(optimizer: Any) -> Any:
 
 
 def learning_rate_variable(optimizer: Any) -> Any:
-    """Return the learning rate's variable, schedule or function (`Optimizer._learning_rate`), else None."""
+    """Return the rate's variable, schedule or function (`Optimizer._learning_rate`). `--lr-scaling`."""
     return getattr(optimizer, "_learning_rate", None)
 
 
@@ -350,17 +350,17 @@ def update_variables(optimizer: Any, gradients: Sequence[Any], variables: Sequen
 
 
 def gradient_accumulators(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return the accumulators of these variables (`_accumulated_gradients`, `_get_variable_index`)."""
+    """Return variables' accumulators (`_accumulated_gradients`, `_get_variable_index`). Accumulation."""
     return [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
 
 
 def check_variables_are_known(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raise Keras' error for variables the optimizer was not built for (`_check_variables_are_known`)."""
+    """Raise Keras' error for unknown variables (`_check_variables_are_known`). Updates by bucket."""
     optimizer._check_variables_are_known(variables)
 
 
 def warn_of_empty_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Warn of variables without a gradient, as plain Keras does (`Optimizer._filter_empty_gradients`)."""
+    """Warn of variables without a gradient (`Optimizer._filter_empty_gradients`). Updates by bucket."""
     optimizer._filter_empty_gradients(gradients, variables)
 
 

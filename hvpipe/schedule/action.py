@@ -31,6 +31,11 @@ class Action:
 
     Raises:
         HvpipeError: If the kind is unknown or a number negative.
+
+    Example:
+        ```python
+        assert str(Action("F", microbatch=0, stage=2)) == "2F0"
+        ```
     """
 
     kind: str
@@ -48,7 +53,10 @@ class Action:
 
     @staticmethod
     def parse(word: str, stage: int, where: str) -> Action:
-        """Parse what `str` prints; a word without a stage is of `stage`. Errors begin with `where`."""
+        """Parse what `str` prints; a word without a stage is of `stage`.
+
+        HvpipeError for another word; its message begins with `where`.
+        """
         match = _TOKEN.fullmatch(word)
         if match is None or match[2] not in KINDS:
             raise HvpipeError(

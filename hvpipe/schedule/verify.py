@@ -22,6 +22,12 @@ class VerifiedSchedule:
         peak_stash: For each rank the most micro-batches that have passed a forward but not the backward (B or
             W).
         peak_inbox: For each rank the most messages whose receive is posted and that are not yet used.
+
+    Example:
+        ```python
+        verified = verify(make_schedule("1f1b", ranks=2, microbatches=4))
+        print(verified.peak_stash)
+        ```
     """
 
     schedule: Schedule

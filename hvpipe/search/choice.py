@@ -35,6 +35,12 @@ class Candidate:
         mode: "data", "pipeline" or "hybrid".
         forecast: The forecast of the best plan; None if no plan fits.
         refused: Why no plan fits; empty if one does.
+
+    Example:
+        ```python
+        for each in candidates(profile, cluster):
+            print(each.mode, each.refused or each.forecast.step_s)
+        ```
     """
 
     mode: str

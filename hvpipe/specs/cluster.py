@@ -126,6 +126,11 @@ class Host:
         link: The link to the network, the same in each direction.
         inner: The link between any two devices of this host.
         rack: The name of its rack; empty if it is in none.
+
+    Example:
+        ```python
+        Host("node1", (Device("node1:0"), Device("node1:1")), Link(1e-4, 1.25e9), rack="left")
+        ```
     """
 
     name: str
@@ -142,6 +147,11 @@ class Rack:
     Args:
         name: Unique name among the racks.
         link: The link, the same in each direction.
+
+    Example:
+        ```python
+        Cluster(hosts, racks=(Rack("left", Link(1e-4, 5e9)), Rack("right", Link(1e-4, 5e9))))
+        ```
     """
 
     name: str
@@ -385,6 +395,9 @@ def equal_cluster(
 
     Returns:
         The cluster; a device has the name of its host.
+
+    Raises:
+        HvpipeError: If `count` is below 1, or a speed or the memory is not positive.
 
     Example:
         ```python

@@ -163,7 +163,7 @@ class Trace:
         return Trace(tuple(events), dict(metadata))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome JSON file, whole or not at all; compressed if the name ends in .gz."""
+        """Write a Chrome JSON file, compressed if the name ends in .gz. HvpipeError if that fails."""
         try:
             with contextlib.ExitStack() as stack:
                 file: Any = stack.enter_context(atomic_file(path))

@@ -13,6 +13,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("docs/*.md")),
     ROOT / "bench" / "README.md",
+    ROOT / "tests" / "BEHAVIOURS.md",
     ROOT / "tests" / "data" / "profiles" / "README.md",
 ]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]

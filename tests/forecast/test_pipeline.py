@@ -443,5 +443,5 @@ def test_weights_that_layers_share_count_once_in_a_stage() -> None:
     whole = forecast_data_parallel(tied, cluster, how)
     assert whole.memory_bytes == (2 * 20, 2 * 20)
     assert Profile.from_json(tied.to_json()) == tied
-    with pytest.raises(HvpipeError, match=r"as many bytes of its own weights. Received: weights_of='x'"):
+    with pytest.raises(HvpipeError, match=r"own weights have the same size. Received: weights_of='x'"):
         replace(tied, layers=(*layers[:2], replace(layers[2], weights_of="x")))

@@ -53,6 +53,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     Args:
         **options: Those of `keras.layers.BatchNormalization`, except `synchronized`.
 
+    Raises:
+        ValueError: For `fused=True`.
+
     Example:
         ```python
         x = hk.SyncBatchNormalization()(x)

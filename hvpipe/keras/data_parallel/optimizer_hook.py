@@ -33,10 +33,6 @@ def applied_outside(optimizer: Any) -> HvpipeError:
     )
 
 
-class _TraceEndedError(HvpipeError):
-    """Ends the trace of a nested graph that must not be kept, because its update is missing."""
-
-
 def _misfit(findings: StepFindings) -> HvpipeError:
     return HvpipeError(
         "hvpipe plans a step from its graph before the step runs. This graph was traced while it ran (by a "
@@ -94,6 +90,7 @@ class OptimizerHook:
         self._graph: Any = None  # of the step
         self._update: UpdateInGraph | None = None  # of the step, if its plan must fit beforehand
         self._look: list[StepFindings] | None = None  # set while a step is traced for inspection
+        self._ended_trace = False  # whether `apply` has ended that trace
 
     @property
     def variables(self) -> list[Any]:
@@ -170,7 +167,7 @@ class OptimizerHook:
             # The user's tf.function would keep this graph, which has no update: end its trace.
             if self._look is not None:
                 self._look.append(findings)
-                raise _TraceEndedError
+                self._ended_trace = True
             raise _misfit(findings)
         if is_last:
             self._update.ends()
@@ -282,11 +279,14 @@ class OptimizerHook:
         if not self._overlap.defers:
             return []
         found: list[StepFindings] = []
-        self._look = found
+        self._look, self._ended_trace = found, False
         try:
             trace()
-        except _TraceEndedError:
-            pass  # `apply` has added the findings about the graph
+        except Exception:
+            # `apply` may have ended the trace of a nested graph that must not be kept. AutoGraph makes errors of
+            # its own from those that pass through it, so their type does not tell.
+            if not self._ended_trace:
+                raise
         finally:
             self._look = None
         return found
