@@ -283,8 +283,8 @@ class OptimizerHook:
         try:
             trace()
         except Exception:
-            # `apply` may have ended the trace of a nested graph that must not be kept. AutoGraph replaces errors
-            # that pass through it, so their type does not tell.
+            # `apply` may have ended the trace of a nested graph that must not be kept. AutoGraph replaces
+            # errors that pass through it, so their type does not tell.
             if not self._ended_trace:
                 raise
         finally:
