@@ -72,3 +72,9 @@ def _hash_of(command: list[str]) -> str:
     for path in sorted(path for path in files if path.is_file()):
         found.update(os.fsencode(path) + path.read_bytes())
     return found.hexdigest()[:16]
+
+
+def real_nccl() -> Path | None:
+    """Return NVIDIA's NCCL if `make cuda` has fetched it; None otherwise. Its header is in ../include."""
+    found = CSRC.with_name("build") / "nccl" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    return found if found.exists() else None

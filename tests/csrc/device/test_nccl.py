@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvpipe.commands import doctor_checks
-from native_build import CSRC, NATIVE, build, compiler
+from native_build import CSRC, NATIVE, build, compiler, real_nccl
 
 PEER, USAGE, DEADLINE = 3, 4, 2  # hvpipe::ErrorKind
 
@@ -125,24 +124,11 @@ def test_a_message_that_cannot_be_sent_ends_the_group() -> None:
     assert "ncclSend: invalid usage" in text
 
 
-def headers() -> Path | None:
-    """Return a folder with NCCL's header: from TEST_NCCL_INCLUDE, or else from NVIDIA's wheel."""
-    named = os.environ.get("TEST_NCCL_INCLUDE")
-    if named:
-        return Path(named)
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return None
-    found = Path(next(iter(spec.submodule_search_locations))) / "include" if spec is not None else None
-    # A test of find_nccl may leave a package without a header behind.
-    return found if found is not None and (found / "nccl.h").exists() else None
-
-
 def test_our_declarations_match_nccls_header() -> None:
-    include = headers()
-    if include is None:
-        pytest.skip("no NCCL header: pip install nvidia-nccl-cu13")
+    library = real_nccl()
+    if library is None:
+        pytest.skip("no NCCL: make cuda fetches it")
+    include = library.parents[1] / "include"
     cuda = Path("/usr/local/cuda/include")
     if not cuda.is_dir():
         pytest.skip("no CUDA headers, which NCCL's own includes")

@@ -13,7 +13,10 @@ import pytest
 import tensorflow as tf
 
 import hvpipe
+from hvpipe.comm.engine import Engine
+from hvpipe.errors import HvpipeError
 from hvpipe.session import current
+from native_build import build, real_nccl
 from training import (
     assert_same_bits,
     assert_same_on_all_ranks,
@@ -47,3 +50,19 @@ def test_fit_goes_on_where_a_gpu_does_not_open(monkeypatch: Any, caplog: Any, se
     assert len(said) == (hvpipe.rank() == 0)
     wanted = "rank 0 on" if sees == "all ranks" else "have no GPU that TensorFlow sees"
     assert all(wanted in text for text in said)
+
+
+def test_a_real_nccl_without_a_gpu_says_so_on_all_ranks() -> None:
+    """NVIDIA's library loads beside TensorFlow. It finds no driver, whatever the tests' device pretends."""
+    library, session = real_nccl(), current()
+    if library is None or hvpipe.size() == 1:
+        pytest.skip("needs NCCL (make cuda fetches it) and other ranks")
+    device = hvpipe.broadcast_object(str(build("fake_device.cc")) if hvpipe.rank() == 0 else None)
+    changes = {"job_may_have_gpus": True, "device_library": device, "gpus_may_be_shared": True}
+    engine = Engine(
+        session.world, dataclasses.replace(session.settings, nccl_library=str(library), **changes)
+    )
+    with pytest.raises(HvpipeError, match=r"NCCL call failed: ncclCommInit\w+: .*CUDA driver version"):
+        engine.use_gpus_of_all(hvpipe.local_rank())
+    engine.agree("the end of the case")
+    engine.stop()
