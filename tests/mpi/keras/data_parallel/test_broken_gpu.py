@@ -59,7 +59,8 @@ def test_a_real_nccl_without_a_gpu_says_so_on_all_ranks() -> None:
         pytest.skip("needs NCCL (make cuda fetches it) and other ranks")
     device = hvpipe.broadcast_object(str(build("fake_device.cc")) if hvpipe.rank() == 0 else None)
     changes = {"job_may_have_gpus": True, "device_library": device, "gpus_may_be_shared": True}
-    engine = Engine(
+    settings = dataclasses.replace(session.settings, nccl_library=str(library), **changes)
+    engine = Engine(session.world, settings)
         session.world, dataclasses.replace(session.settings, nccl_library=str(library), **changes)
     )
     with pytest.raises(HvpipeError, match=r"NCCL call failed: ncclCommInit\w+: .*CUDA driver version"):
