@@ -61,8 +61,6 @@ def test_a_real_nccl_without_a_gpu_says_so_on_all_ranks() -> None:
     changes = {"job_may_have_gpus": True, "device_library": device, "gpus_may_be_shared": True}
     settings = dataclasses.replace(session.settings, nccl_library=str(library), **changes)
     engine = Engine(session.world, settings)
-        session.world, dataclasses.replace(session.settings, nccl_library=str(library), **changes)
-    )
     with pytest.raises(HvpipeError, match=r"NCCL call failed: ncclCommInit\w+: .*CUDA driver version"):
         engine.use_gpus_of_all(hvpipe.local_rank())
     engine.agree("the end of the case")
