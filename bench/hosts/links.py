@@ -83,7 +83,7 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
             print(
                 f"WARNING: {cluster}: the link from {link.first} to {link.second} is set to "
                 f"{format_rate(link.set_bits_per_s)}, and carries {format_rate(link.two_way_bits_per_s)}. "
-                "Rounds on it are not what they say.",
+                "Results on this link do not reflect the stated rate.",
                 file=sys.stderr,
             )
     return found

@@ -82,7 +82,7 @@ def first_to_end(flights: Sequence[Flight]) -> Flight | None:
     first = min(own, key=_end_s, default=None)
     lost = [one.ended_s for one in flights if one.ended_s is not None and _lost_a_peer(one)]
     launcher = [one.ended_s for one in flights if one.ended_s is not None and one.signal == signal.SIGTERM]
-    # Ranks that the launcher killed also end without a word, but not before the others know.
+    # Ranks that the launcher killed also end without a word, but after others have noticed the loss.
     known_s = min([*([_end_s(first)] if first else []), *lost, *launcher], default=None)
     silent = [one for one in flights if one.ended_s is None]
     earliest = min(silent, key=_end_s, default=None)

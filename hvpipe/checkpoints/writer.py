@@ -115,7 +115,7 @@ class Writer:
                 folders.finish(place, replace(snapshot.manifest, parts=self._parts(place)))
                 options.on_complete(place)
                 folders.prune(options.folder, options.keep, place)
-        except Exception as error:  # the thread ends here, and silence would be success
+        except Exception as error:  # nobody catches it: unreported, it would look like success
             self._failure = _text(error)
             self._left.add(name)
             logger.error(
@@ -142,7 +142,7 @@ class Writer:
         try:
             file = write_file(place / f"rank-{rank}.npz", lambda sink: write_arrays(sink, snapshot.values))
         except Exception as error:
-            # Rank 0 need not wait for this part. Where the disk is full, it may have to.
+            # Tell rank 0 not to wait for this part. On a full disk this may fail, too; then it waits.
             if rank > 0:
                 folders.announce_part(place, replace(part, notes={_FAILED: _text(error)}))
             raise

@@ -31,7 +31,7 @@ def print_with_rank(world: World | StartedWorld, text: str) -> None:
 
 
 def _tell_launcher(world: World | StartedWorld, text: str) -> None:
-    """Tell `hvpipe run --restarts` why this rank fails."""
+    """Tell `hvpipe run` why this rank fails, and that the launcher should end now."""
     folder = job_folder()
     if folder is not None:
         tell_error(folder, world.rank, text.partition("\n")[0])

@@ -37,7 +37,7 @@ def assign_gpu(local_rank: int, local_size: int, visible: int) -> int:
     if visible >= local_size:
         return local_rank
     if visible == 1:
-        return 0  # The launcher gave each rank its own GPU, or ranks share one: NCCL tells when it starts.
+        return 0  # each rank has its own from the launcher, or they share one: nccl_setup.cc finds out
     raise HvpipeError(
         "Each rank should have its own GPU: start at most as many ranks on a host as it has GPUs. "
         f"Received: {local_size} ranks on this host, {visible} GPUs visible (CUDA_VISIBLE_DEVICES)"

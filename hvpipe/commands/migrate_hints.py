@@ -80,7 +80,7 @@ _HINTS = (
     _Hint(
         "string",
         r"horovod(?:\.(?:tensorflow|keras|torch|mxnet|spark|ray)(?:\.\w+)*)",
-        "this string is as it was. If it names a module to import, change it",
+        "this string was left unchanged. If it names a module to import, update it",
     ),
 )
 

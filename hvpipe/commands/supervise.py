@@ -167,7 +167,7 @@ class _Supervisor:
     def _end_stuck_launcher(self, process: subprocess.Popen[bytes], done: threading.Event) -> None:
         """Kill a launcher that a rank has asked to end the job, and that does not.
 
-        Open MPI waits for the daemons of all hosts. If the link to one is down, that takes for ever.
+        Open MPI waits for the daemons of all hosts. If the link to one of them is down, it waits for ever.
         """
         while not done.wait(1.0):
             if abort_sign(self._folder).exists():

@@ -115,7 +115,7 @@ class Bucket:
     has FIRST_PRIORITY. Three places obey it:
 
     - The engine's progress thread (csrc/core/progress.cc, `TakeInbox`) decides the order *on the network*: of
-      the operations under way, a lower priority goes first, and of equal ones the bucket that comes first in
+      the operations under way, a lower number goes first, and of equal ones the bucket that comes first in
       this plan. In shared memory all ranks take the buckets in the order of the plan.
     - `BucketPlan.by_need` gives the order in which the training step *collects* buckets and updates their
       weights.

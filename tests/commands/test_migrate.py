@@ -179,7 +179,7 @@ KERAS = "import horovod.keras as hvd\n"
         ("os.environ['HOROVOD_FUSION_THRESHOLD'] = '1'", 1, "large buckets"),
         ("os.environ['HOROVOD_CYCLE_TIME'] = '1'", 1, "HOROVOD_CYCLE_TIME has no effect"),
         ("int(os.environ['HOROVOD_LOCAL_RANK'])", 1, "does not set HOROVOD_LOCAL_RANK"),
-        ("mock.patch('horovod.keras.rank')", 1, "this string is as it was"),
+        ("mock.patch('horovod.keras.rank')", 1, "this string was left unchanged"),
         ("f('HOROVOD_AUTOTUNE')\nf('HOROVOD_AUTOTUNE')\nf('HOROVOD_AUTOTUNE')", 1, "(also lines 2, 3)"),
     ],
 )

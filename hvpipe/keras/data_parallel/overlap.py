@@ -275,8 +275,8 @@ class LocalOverlap(Overlap):
     The results differ from "none" (DaSGD: Zhou et al., 2020); local_rounds.py says what is reduced.
 
     Each rank's optimizer keeps its own state and its own `iterations`, which schedules follow. Nothing makes
-    them equal: all ranks take as many steps, and `OptimizerHook.complete_round` checks that. A step that only
-    one rank skips, because its loss scale overflows, stays missing in that rank's `iterations`.
+    them equal: all ranks take the same number of steps, which `OptimizerHook.complete_round` checks. A step
+    that only one rank skips, because its loss scale overflows, stays missing in that rank's `iterations`.
     """
 
     exact = reduces_gradients = False
