@@ -154,7 +154,8 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
     fitting: dict[str, int] = {}
     if with_baselines:
         shown = replace(request, pipelining=_for_baselines(request, chosen))
-        work = len(chosen.plan.stages) * chosen.plan.pipelining.microbatches
+        stages = max(len(chosen.plan.stages), _all_stages(shown))
+        work = stages * chosen.plan.pipelining.microbatches
         few = () if work > 10 * MOST_COMPARED else ("even", "pipedream", "m_topo")
         small = work <= MOST_COMPARED and len(request.cluster.devices) <= MANY_DEVICES
         names = ("greedy", *BASELINES) if small else few

@@ -98,6 +98,26 @@ class StepModel:
         """Return each rank's peak bytes: weights, gradients, slots, and the activations that it stashes."""
         return self._memory_bytes(placement, pipelining, self.schedule(placement, pipelining))
 
+    def most_memory_bytes(self, placement: Placement, pipelining: Pipelining) -> list[int]:
+        """Return for each stage at least what `memory_bytes` returns for its ranks, without a schedule.
+
+        Not for chunks, several of which are on a rank.
+        """
+        ends, m = ends_of(placement), pipelining.microbatches
+        state, received, saved = self.sums.kept_bytes(ends, self.sums.crossings(ends))
+        counts = [len(devices) for devices, _ in placement]
+        found = []
+        for stage, count in enumerate(counts):
+            devices = map(self.cluster.device, placement[stage][0])
+            equal = len({(device.speed, device.type) for device in devices}) == 1
+            dealt = -(-m // count) if equal else m  # micro-batches of a rank
+            if pipelining.schedule == "1f1b" and max(counts) == 1:
+                dealt = min(m, len(counts) - stage)
+            twice = pipelining.recomputes(stage)
+            kept = received[stage] + (0 if twice else saved[stage])
+            found.append(state[stage] + dealt * kept + (saved[stage] if twice else 0))
+        return found
+
     def _memory_bytes(
         self, placement: Placement, pipelining: Pipelining, schedule: CodedSchedule
     ) -> tuple[int, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise, product
 
 from hvpipe.errors import HvpipeError
 from hvpipe.forecast.layer_sums import Crossing
@@ -21,6 +21,8 @@ from hvpipe.specs.profile import Profile
 
 MANY_DEVICES = 64
 """With more devices than this, a search does less for each."""
+
+_FEW_PAIRS = 64  # of devices, whose links are looked up one by one
 
 _GAIN = 1e-9
 """Steps that differ by less than this share count as equal."""
@@ -127,8 +129,12 @@ class Judge:
             return Judged(layout, pipelining, math.inf, missing_bytes)
         if rival is not None and rival.fits and bound_s >= rival.step_s:
             return None
-        self.left -= 100 + 60 * len(layout.devices) + 8 * len(layout.ends) * pipelining.microbatches
+        self.left -= self.work_of(layout)
         return Judged(layout, pipelining, self.model.step(layout.placement, pipelining).step_s)
+
+    def work_of(self, layout: StageLayout) -> int:
+        """Return the work of simulating a layout, in the unit of the budget."""
+        return 100 + 60 * len(layout.devices) + 8 * len(layout.ends) * self.choice.microbatches
 
     def _pipelining(self, layout: StageLayout) -> Pipelining:
         how = Pipelining(
@@ -183,6 +189,11 @@ class Judge:
         return pipelining, sum(missing.values())
 
     def _missing(self, layout: StageLayout, pipelining: Pipelining) -> dict[str, float]:
+        if layout.chunks == 1:
+            most_bytes = self.model.most_memory_bytes(layout.placement, pipelining)
+            rooms_bytes = (min(map(self.room_bytes.__getitem__, names)) for names in layout.groups)
+            if all(most <= room for most, room in zip(most_bytes, rooms_bytes, strict=True)):
+                return {}
         sizes = self.model.memory_bytes(layout.placement, pipelining)
         return {
             name: size - self.room_bytes[name]
@@ -239,9 +250,39 @@ class Judge:
         """Return the links between two groups."""
         found = self._links_of.get((ones, others))
         if found is None:
-            found = {self.cluster.link(a, b) for a in ones for b in others}
+            found = {self.cluster.link(a, b) for a, b in self._pairs(ones, others)}
             self._links_of[ones, others] = found
         return found
+
+    def _pairs(self, ones: Group, others: Group) -> Iterable[tuple[str, str]]:
+        """Return pairs of a device of each group, with all links between the groups among them."""
+        if self.cluster.measured or len(ones) * len(others) < _FEW_PAIRS:
+            return product(ones, others)
+        # Links between two hosts depend on the kinds of hosts. Two hosts of a kind stand for all of them, so
+        # that one of them is not the other group's.
+        mine, theirs = self._by_host(ones), self._by_host(others)
+        shared = {self._kind(names[0]): host for host, names in mine.items() if host in theirs}.values()
+        inside = [product(mine[host], theirs[host]) for host in shared]
+        return chain(product(self._two_of_each(mine), self._two_of_each(theirs)), *inside)
+
+    def _by_host(self, group: Group) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in group:
+            found.setdefault(self.cluster.host_of(name).name, []).append(name)
+        return found
+
+    def _two_of_each(self, by_host: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return a device of two hosts of each kind, or of one where there is one."""
+        found: dict[tuple[Link, Link, str], list[str]] = {}
+        for names in by_host.values():
+            of_kind = found.setdefault(self._kind(names[0]), [])
+            if len(of_kind) < 2:
+                of_kind.append(names[0])
+        return [name for names in found.values() for name in names]
+
+    def _kind(self, device: str) -> tuple[Link, Link, str]:
+        host = self.cluster.host_of(device)
+        return host.link, host.inner, host.rack
 
     def _update_s(self, group: Group, start: int, end: int) -> float:
         """Return the seconds that summing and updating the weights of a run of layers takes at least."""

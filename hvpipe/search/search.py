@@ -22,6 +22,8 @@ BUDGET = 5_000_000
 _SIMULATED, _IMPROVED = 60, 6
 # With many devices, fewer are simulated and improved.
 _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 12, 2
+# None of these may cost more than 4 times the budget that is left. Those below an eighth come first.
+_OVERDRAFT, _CHEAP = 4, 8
 
 # So many stages are tried however few the micro-batches are: devices of different types may each be fast on
 # some layers.
@@ -84,13 +86,19 @@ def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str,
     simulated, improved = (_SIMULATED_OF_MANY, _IMPROVED_OF_MANY) if many else (_SIMULATED, _IMPROVED)
     every = every_layout(judge, stages, modes)
     layouts = list(starts.layouts())
-    left = judge.left
+    left = max(judge.left, budget // 2)
     ordered = sorted(layouts, key=judge.promise)
     judge.left = left  # however many there are, some must be simulated
     of_modes = ([one for one in ordered if one.mode == mode] for mode in ("pipeline", "hybrid", "data"))
     turns = zip_longest(*(of_mode[: simulated // 2] for of_mode in of_modes))
     promising = [one for turn in turns for one in turn if one is not None]
-    judged = [judge.judge(layout) for layout in (*starts.greedy(), *promising)]
+    if many:  # the simulation of a thousand stages may take the whole budget
+        promising = [one for one in promising if judge.work_of(one) <= _OVERDRAFT * left]
+        promising.sort(key=lambda one: judge.work_of(one) > left // _CHEAP)
+    judged = [
+        judge.judge(layout, judge.best.get(layout.mode) if many else None)
+        for layout in (*starts.greedy(), *promising)
+    ]
     ranked = _best_first(one for one in judged if one is not None)
     if every is not None and judge_all(judge, every, budget // 3):
         return judge.best

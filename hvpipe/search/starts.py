@@ -19,7 +19,7 @@ from hvpipe.search.layout import StageLayout, even_ends
 # With more devices than this, only some numbers of stages are tried, and the greedy partitioner, whose time
 # grows with devices times layers, is left out.
 _FEW, _GREEDY_DEVICES, _GREEDY_STAGES = 8, 16, 64
-_CUT_OF_MANY = 670  # the work of the cuts for a stage, as `Judge` counts it
+_CUT_OF_MANY = 140  # the work of the cuts for a stage, as `Judge` counts it
 _BASELINES = ("m_topo",)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench.planning.brute_force import (
     fastest_baseline_s,
@@ -89,6 +91,54 @@ def test_a_small_budget_suffices_for_a_plan_of_many_devices() -> None:
     found = search(request.profile, request.cluster, PipeliningChoice(microbatches=32), budget=BUDGET // 11)
     assert len(found["pipeline"].layout.devices) >= 12
     assert len(found["hybrid"].layout.devices) >= 12
+
+
+def test_many_micro_batches_on_many_devices() -> None:
+    """Regression: making the starts used up the budget, so that none was simulated."""
+    hosts = (
+        Host(f"h{host}", tuple(Device(f"h{host}:{i}", memory_bytes=16 * 10**9) for i in range(8)))
+        for host in range(16)
+    )
+    choice = PipeliningChoice(microbatches=512)
+    found = search(
+        chain(*[0.003 + 0.001 * (i % 5) for i in range(200)]),
+        Cluster(tuple(hosts)),
+        choice,
+        budget=BUDGET // 10,
+    )
+    assert len(found["hybrid"].layout.devices) == 128
+    assert found["hybrid"].step_s < found["pipeline"].step_s
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_quick_answers_of_the_judge_are_those_of_all_pairs_and_of_the_schedule(data: st.DataObject) -> None:
+    """Links between many devices are found by the kinds of hosts, and most memory without a schedule."""
+    racks = (Rack("r0", Link(1e-4, 1e9)), Rack("r1", Link(1e-4, 2e9)))
+    hosts = []
+    for number in range(data.draw(st.integers(2, 5))):
+        link, inner = (Link(1e-4, data.draw(st.sampled_from((1e8, 1e9)))) for _ in range(2))
+        speeds = data.draw(st.lists(st.sampled_from((1.0, 2.0)), min_size=4, max_size=6))
+        devices = tuple(Device(f"h{number}:{i}", speed) for i, speed in enumerate(speeds))
+        hosts.append(Host(f"h{number}", devices, link, inner, data.draw(st.sampled_from(("", "r0", "r1")))))
+    cluster = Cluster(tuple(hosts), racks=racks)
+    judge = Judge(random_case(1, 6, 2).profile, cluster, PipeliningChoice(microbatches=8), 10**6)
+    names = data.draw(st.permutations([device.name for device in cluster.devices]))
+    middle = data.draw(st.integers(1, len(names) - 1))
+    for ones, others in ((names[:middle], names[middle:]), (names, names)):
+        found = {cluster.link(a, b) for a, b in judge._pairs(tuple(ones), tuple(others))}
+        assert found == {cluster.link(a, b) for a in ones for b in others}
+    cuts = sorted(data.draw(st.sets(st.integers(1, min(5, len(names) - 1)))))
+    last = min(len(names), cuts[-1] + 2 if cuts else 8)
+    groups = [tuple(names[a:b]) for a, b in pairwise((0, *cuts, last))]
+    placement = [(group, range(stage, stage + 1)) for stage, group in enumerate(groups[:-1])]
+    placement.append((groups[-1], range(len(groups) - 1, 6)))
+    schedule = data.draw(st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "zb-h1")))
+    how = Pipelining(schedule, 32, data.draw(st.sampled_from((False, True, (0,)))))
+    most = judge.model.most_memory_bytes(placement, how)
+    ranks = [stage for stage, (group, _) in enumerate(placement) for _ in group]
+    exact = judge.model.memory_bytes(placement, how)
+    assert all(bytes_ <= most[stage] for stage, bytes_ in zip(ranks, exact, strict=True))
 
 
 def test_replicas_share_by_their_speed_for_their_stage() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,9 +23,10 @@ def model(name: str) -> Profile:
 
 
 def chain(*seconds: float, output_bytes: int = 0, saved_bytes: int = 0, weight_bytes: int = 0) -> Profile:
-    """Return a chain of layers a, b, ... A third of each layer's time is forward."""
+    """Return a chain of layers a, b, ..., z, l26, ... A third of each layer's time is forward."""
+    names = [*string.ascii_lowercase, *(f"l{i}" for i in range(26, len(seconds)))]
     layers = tuple(
-        LayerCost("abcdefghijkl"[i], s / 3, 2 * s / 3, weight_bytes, 0, output_bytes, saved_bytes)
+        LayerCost(names[i], s / 3, 2 * s / 3, weight_bytes, 0, output_bytes, saved_bytes)
         for i, s in enumerate(seconds)
     )
     return Profile(layers, tuple((i, i + 1) for i in range(len(layers) - 1)))
