@@ -16,7 +16,6 @@ STOPPED = 75
 TOO_FEW = 69
 """What ranks exit with if fewer than --min-np are left: EX_UNAVAILABLE of sysexits.h."""
 
-_LOSS = "lost.json"
 _STOP = "stop"
 _CHECKPOINT = "checkpoint"
 
@@ -69,7 +68,7 @@ def abort_sign(folder: Path) -> Path:
 def tell_error(folder: Path, rank: int, text: str) -> None:
     """Tell `hvpipe run` the error for which this rank ends all ranks."""
     with contextlib.suppress(OSError):
-        (folder / f"error-{rank}").write_text(text)
+        (folder / f"error-{rank}").write_text(text, errors="backslashreplace")
         abort_sign(folder).touch()
 
 
@@ -85,9 +84,14 @@ def tell_joined(folder: Path | None, ended: bool = False) -> None:
             (folder / ("ended" if ended else "joined")).touch()
 
 
-def none_ended(folder: Path) -> bool:
-    """Tell whether ranks of this host have joined, and none of them has ended properly."""
-    return (folder / "joined").exists() and not (folder / "ended").exists()
+def any_joined(folder: Path) -> bool:
+    """Tell whether a rank of this host has joined the others."""
+    return (folder / "joined").exists()
+
+
+def any_ended(folder: Path) -> bool:
+    """Tell whether a rank of this host has ended properly."""
+    return (folder / "ended").exists()
 
 
 @dataclass(frozen=True)
@@ -98,16 +102,32 @@ class Loss:
     step: int
 
 
-def tell_loss(folder: Path, ranks: Sequence[int], step: int) -> None:
-    """Tell `hvpipe run`, in the job folder, that the job should start again without some of its ranks."""
-    with contextlib.suppress(OSError), atomic_file(folder / _LOSS) as file:
+def tell_loss(job: str, checkpoints: Path, ranks: Sequence[int], step: int) -> None:
+    """Tell `hvpipe run` that the job should start again without some of its ranks.
+
+    Args:
+        job: The job folder. If it is another host's, the folder of checkpoints gets the file.
+        checkpoints: The folder of checkpoints, which all hosts share.
+        ranks: The ranks that are lost.
+        step: The step that the job was in.
+    """
+    folder = Path(job) if Path(job).is_dir() else checkpoints
+    with contextlib.suppress(OSError), atomic_file(folder / _loss_file(job)) as file:
         file.write(json.dumps({"ranks": list(ranks), "step": step}).encode())
 
 
-def read_loss(folder: Path) -> Loss | None:
-    """Return what `tell_loss` has told in this job folder; None if it has not."""
-    path = folder / _LOSS
-    if not path.exists():
-        return None
-    told = json.loads(path.read_text())
-    return Loss(tuple(told["ranks"]), told["step"])
+def read_loss(job: Path) -> Loss | None:
+    """Return what `tell_loss` has told of this job; None if it has not."""
+    found = None
+    checkpoint = last_checkpoint(job)
+    for folder in (job, *([Path(checkpoint).parent] if checkpoint else [])):
+        path = folder / _loss_file(str(job))
+        if path.exists():
+            told = json.loads(path.read_text())
+            found = Loss(tuple(told["ranks"]), told["step"])
+            path.unlink()
+    return found
+
+
+def _loss_file(job: str) -> str:
+    return f"lost-{Path(job).name}.json"

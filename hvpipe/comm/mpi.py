@@ -17,10 +17,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.discover import Launch, eager_bytes, fault_tolerance_asked, prepare_open_mpi
+from hvpipe.comm.job_folder import abort_sign
 from hvpipe.comm.limited_call import limited_call
 from hvpipe.comm.loss_watch import LossWatch, check_fault_tolerance, shrunk
 from hvpipe.comm.native import check_mpi, import_native
-from hvpipe.comm.settings import Settings
+from hvpipe.comm.settings import Settings, job_folder
 from hvpipe.comm.shared_memory import fits_on_all_hosts
 from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
 
@@ -136,6 +137,8 @@ class MpiWorld:
             except mpi.Exception:
                 agreed = 0
             if agreed and world is not None:
+                global _ranks_left
+                _ranks_left = world
                 return world
 
     def missing_in(self, world: MpiWorld) -> list[int]:
@@ -314,6 +317,10 @@ def open_world(launch: Launch, timeout_s: float = 300.0, shutdown_timeout_s: flo
     return MpiWorld(mpi, timeout_s)
 
 
+_ranks_left: MpiWorld | None = None
+"""The ranks that are left after a loss, which have numbers of their own."""
+
+
 @dataclass(frozen=True)
 class StartedWorld:
     """The ranks of the MPI that runs in this process, even if hvpipe has not joined them."""
@@ -333,7 +340,8 @@ def started_world() -> StartedWorld | None:
     mpi = _import_mpi()
     if not mpi.Is_initialized() or mpi.Is_finalized():
         return None
-    return StartedWorld(mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, mpi.Get_processor_name(), mpi)
+    ranks = _ranks_left or mpi.COMM_WORLD
+    return StartedWorld(ranks.rank, ranks.size, mpi.Get_processor_name(), mpi)
 
 
 def fault_tolerant(library: str) -> bool:
@@ -353,8 +361,13 @@ def short_version(text: str) -> str:
 
 
 def _abort(mpi: ModuleType, code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    folder = job_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            abort_sign(folder).touch()
     # MPI may wait for a host that cannot be reached. SIGALRM ends a process, unless the program handles it.
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

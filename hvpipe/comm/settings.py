@@ -232,9 +232,14 @@ def live_folder(environ: Mapping[str, str] | None = None) -> str | None:
     return _live(os.environ if environ is None else environ, False)[1]
 
 
+def job_name(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the path of the job folder, which may be on another host; None outside of `hvpipe run`."""
+    return (os.environ if environ is None else environ).get("HVPIPE_JOB_FOLDER") or None
+
+
 def job_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the folder that `hvpipe run` shares with the ranks of its host; None outside of such a job."""
-    text = (os.environ if environ is None else environ).get("HVPIPE_JOB_FOLDER")
+    text = job_name(environ)
     return Path(text) if text and os.path.isdir(text) else None
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
 from hvpipe.comm.job_folder import any_listens, ask_to_stop
+from hvpipe.commands import lost_hosts
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import LaunchSpec
 from hvpipe.errors import HvpipeError
@@ -115,15 +116,20 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             "A rank of the job on this host should be in `fit` with hk.Checkpoint, from which the job goes "
             "on. Received: no such rank. If it has just started, try again later"
         )
+    if gone := lost_hosts.unreachable(hosts, json.loads((folder / _RUNNING).read_text())["agent"]):
+        raise HvpipeError(
+            "Hosts that join should run commands without asking for a password, as in `ssh HOST true`. "
+            f"Received: {', '.join(gone)}, which cannot be reached; the job goes on as it is"
+        )
     _write(folder / _WANTED, wanted)
     ask_to_stop(folder)
     print(f"hvpipe join: the job writes a checkpoint, and goes on from it with {wanted} (it had {places})")
     return 0
 
 
-def register(folder: Path, places: Places) -> None:
-    """Say in the job folder what is running."""
-    _write(folder / _RUNNING, places)
+def register(folder: Path, places: Places, agent: str | None) -> None:
+    """Say in the job folder what is running, and by which program it reaches other hosts; None: ssh."""
+    _write(folder / _RUNNING, places, agent)
 
 
 def wanted(folder: Path) -> Places | None:
@@ -154,10 +160,11 @@ def _choose(jobs: Mapping[int, tuple[Path, Places]], pid: int | None) -> tuple[P
     return jobs[pid] if pid is not None else next(iter(jobs.values()))
 
 
-def _write(path: Path, places: Places) -> None:
+def _write(path: Path, places: Places, agent: str | None = None) -> None:
     hosts = [[host.name, host.slots] for host in places.hosts]
+    told = {"pid": os.getpid(), "ranks": places.ranks, "hosts": hosts, "agent": agent}
     with atomic_file(path) as file:
-        file.write(json.dumps({"pid": os.getpid(), "ranks": places.ranks, "hosts": hosts}).encode())
+        file.write(json.dumps(told).encode())
 
 
 def _read(path: Path) -> tuple[int, Places]:

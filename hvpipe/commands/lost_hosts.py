@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import subprocess
@@ -11,6 +12,21 @@ from hvpipe.commands.hosts import HostSlots
 
 _LIMIT_S = 10.0
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=8"
+
+
+def is_this_host(name: str) -> bool:
+    """Tell whether a name or an address is one of this machine."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)  # only an own address can be bound
+            return True
+    return False
 
 
 def unreachable(hosts: Sequence[HostSlots], agent: str | None, limit_s: float = _LIMIT_S) -> list[str]:
@@ -23,7 +39,7 @@ def unreachable(hosts: Sequence[HostSlots], agent: str | None, limit_s: float = 
     """
     asked = {}
     for host in hosts:
-        if host.name not in ("localhost", socket.gethostname()):
+        if not is_this_host(host.name):
             command = [*shlex.split(agent or _SSH), host.name, "true"]
             asked[host.name] = subprocess.Popen(
                 ["timeout", "-k", "1", f"{limit_s:g}", *command],

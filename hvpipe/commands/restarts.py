@@ -11,7 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvpipe.blackbox import story
-from hvpipe.comm.job_folder import STOPPED, TOO_FEW, Loss, errors, last_checkpoint, none_ended, read_loss
+from hvpipe.comm.job_folder import (
+    STOPPED,
+    TOO_FEW,
+    Loss,
+    any_ended,
+    any_joined,
+    errors,
+    last_checkpoint,
+    read_loss,
+)
 from hvpipe.commands import join, lost_hosts
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
@@ -66,10 +75,10 @@ class Restarting:
         failed_before = self.joined = False
         for left in range(self._restarts, -1, -1):
             with tempfile.TemporaryDirectory(prefix=join.PREFIX) as folder:
-                join.register(Path(folder), self.places)
+                join.register(Path(folder), self.places, self._agent)
                 earlier = self._records()
                 outcome = supervise_job(command, environ, Path(folder), self._grace)
-                if outcome.code == 0 and none_ended(Path(folder)):
+                if outcome.code == 0 and self._lacks_an_end(Path(folder)):
                     outcome = replace(outcome, code=1)
                     print(_NO_END, file=sys.stderr, flush=True)
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
@@ -98,6 +107,15 @@ class Restarting:
                 flush=True,
             )
         raise AssertionError
+
+    def _lacks_an_end(self, folder: Path) -> bool:
+        """Tell whether a job whose launcher ended with 0 has failed: Open MPI does so if it loses a host."""
+        if any_ended(folder):
+            return False
+        if any_joined(folder) and not (self.places.hosts and self._elastic):
+            return True
+        # The ranks here were lost, and others went on; or no rank is here.
+        return bool(lost_hosts.unreachable(self.places.hosts, self._agent))
 
     def _loses_hosts(self) -> bool:
         """Tell whether the job fails because hosts are lost; go on without them if enough ranks are left."""

@@ -55,7 +55,7 @@ def scale_learning_rate(session: Session, optimizer: Any, old_size: int, size: i
     scaling = session.settings.lr_scaling
     if scaling == "none":
         return
-    rate = learning_rate_variable(optimizer)
+    rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
     if not hasattr(rate, "assign"):
         logger.warning("hvpipe: --lr-scaling has no effect on a learning rate of a schedule.")
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe.commands import join
+from hvpipe.commands import join, lost_hosts
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.join import Places
 from hvpipe.errors import HvpipeError
@@ -22,7 +22,10 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / f"{join.PREFIX}1"
     folder.mkdir()
-    join.register(folder, TWO_HOSTS)
+    join.register(folder, TWO_HOSTS, "agent")
+    monkeypatch.setattr(
+        lost_hosts, "unreachable", lambda hosts, agent: [h.name for h in hosts if h.name == "far"]
+    )
     (folder / "listening-0").touch()
     return folder
 
@@ -80,6 +83,12 @@ def test_the_job_is_asked_to_stop(job: Path, capsys: pytest.CaptureFixture[str])
 def test_what_is_refused(job: Path, hosts: str | None, ranks: int | None, pid: int | None, says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
         ask(hosts, ranks, pid)
+    assert not (job / "stop").exists()
+
+
+def test_a_host_that_cannot_be_reached_does_not_end_the_job(job: Path) -> None:
+    with pytest.raises(HvpipeError, match=r"Received: far, which cannot be reached; the job goes on"):
+        ask("far:2")
     assert not (job / "stop").exists()
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from hvpipe.comm.job_folder import Loss, read_loss, tell_checkpoint, tell_loss
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.commands.join import Places
+from hvpipe.commands.lost_hosts import is_this_host
 from hvpipe.commands.restarts import Restarting
 from hvpipe.errors import LaunchError
 
@@ -27,7 +30,7 @@ if "c" in what: (folder / "checkpoint").write_text(f"run/{start}" if "l" not in 
 if "e" in what: (folder / "error-1").write_text("ValueError on rank 1: a bug")
 if "j" in what: (folder / "joined").touch()
 if "d" in what: (folder / "ended").touch()
-if "l" in what: (folder / "lost.json").write_text('{"ranks": [1], "step": 24}')
+if "l" in what: (folder / f"lost-{folder.name}.json").write_text('{"ranks": [1], "step": 24}')
 if "p" in what: (folder / "error-0").write_text("PeerError on rank 0: rank 1 is gone")
 sys.exit(int(what.strip("cepljd")))
 """
@@ -82,16 +85,59 @@ def test_a_pipeline_lost_a_rank(
     assert f"rank 1 was lost in step 24. The pipeline {says}" in capfd.readouterr().err
 
 
+def on_hosts(tmp_path: Path, least: int, broken: str) -> Restarting:
+    """Return an elastic job on a, b and c, of which one cannot be reached."""
+    agent = tmp_path / "agent"
+    agent.write_text(f"#!/bin/sh\ntest $1 != {broken} && shift && exec $*\n")
+    agent.chmod(0o755)
+    options = argparse.Namespace(restarts=0, grace=1.0, elastic=True, min_np=least, rsh_agent=str(agent))
+    return Restarting(options, Places(4, (HostSlots("a", 1), HostSlots("b", 2), HostSlots("c", 1))))
+
+
+@pytest.mark.parametrize(("start", "broken", "code"), [("0j", "none", 0), ("0", "none", 0), ("0", "b", 1)])
+def test_no_rank_of_this_host_has_ended(start: str, broken: str, code: int, tmp_path: Path) -> None:
+    """Regression: it counted as failed if others went on without it, and as done if a host was lost."""
+    job = on_hosts(tmp_path, 1, broken)
+    assert job([sys.executable, "-c", PROGRAM, str(tmp_path / "count"), start], os.environ) == code
+    assert job.joined == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        (socket.gethostname(), True),
+        ("192.0.2.1", False),
+    ],
+)
+def test_names_of_this_host(name: str, is_own: bool) -> None:
+    assert is_this_host(name) == is_own
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_loss_is_told_through_the_folder_that_the_hosts_share(tmp_path: Path, here: bool) -> None:
+    """Regression: if the ranks of this host were lost, nobody told, and the job did not start again."""
+    job, checkpoints = tmp_path / "hvpipe-run-x", tmp_path / "checkpoints"
+    job.mkdir()
+    checkpoints.mkdir()
+    tell_checkpoint(job, checkpoints / "0000000020-ab")
+    name = str(job)
+    if not here:
+        job.rename(tmp_path / "elsewhere")
+    tell_loss(name, checkpoints, [1], 24)
+    if not here:
+        (tmp_path / "elsewhere").rename(job)
+    assert read_loss(job) == Loss((1,), 24)
+    assert read_loss(job) is None
+
+
 @pytest.mark.parametrize(("least", "code", "left"), [(2, 1, 2), (3, 69, 4)])
 def test_a_host_cannot_be_reached(
     least: int, code: int, left: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The agent reaches only a and c. The host that a job loses may be the only reason of its failure."""
-    agent = tmp_path / "agent"
-    agent.write_text("#!/bin/sh\ntest $1 != b && shift && exec $*\n")
-    agent.chmod(0o755)
-    options = argparse.Namespace(restarts=0, grace=1.0, elastic=True, min_np=least, rsh_agent=str(agent))
-    job = Restarting(options, Places(4, (HostSlots("a", 1), HostSlots("b", 2), HostSlots("c", 1))))
+    job = on_hosts(tmp_path, least, "b")
     assert job([sys.executable, "-c", PROGRAM, str(tmp_path / "count"), "0j"], os.environ) == code
     assert job.places.ranks == left
     assert job.joined == (least == 2)

@@ -59,7 +59,7 @@ class Checkpoint(keras.callbacks.Callback):
             raise HvpipeError(f"keep should be at least 1. Received: keep={keep!r}")
         self._options = CheckpointOptions(Path(folder), parse_every(every), keep)
         self._running = _Running()
-        self.at_epoch_ends = _AtEpochEnds(self._running)
+        self.at_epoch_ends = _AtEpochEnds(self._running, self._options.folder)
 
     def on_train_begin(self, logs: Logs = None) -> None:
         callbacks = training_state(self.model).fit_call.callbacks
@@ -101,9 +101,13 @@ class _AtEpochEnds(keras.callbacks.Callback):
 
     async_safe = True  # overrides no batch hook
 
-    def __init__(self, running: _Running) -> None:
+    def __init__(self, running: _Running, folder: Path) -> None:
         super().__init__()
-        self._running = running
+        self._running, self.folder = running, folder
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        assert self._running.fit is not None
+        self._running.fit.begin_callbacks()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         assert self._running.fit is not None

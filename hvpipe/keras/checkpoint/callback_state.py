@@ -37,11 +37,18 @@ def callback_arrays(callbacks: Sequence[Any]) -> dict[str, Any]:
 def set_callbacks(
     callbacks: Sequence[Any], notes: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]
 ) -> None:
-    """Let callbacks continue from what they remembered, if they are the same as before."""
-    found = _remembering(callbacks)
-    if [type(callback).__name__ for callback in found] != [note.get("class") for note in notes]:
-        return
-    for place, (callback, note) in enumerate(zip(found, notes, strict=True)):
+    """Let callbacks continue from what those of the same class remembered, the first from the first.
+
+    Ranks may have other callbacks than the rank that wrote the notes: only one has a ModelCheckpoint.
+    """
+    left: dict[Any, list[tuple[int, Mapping[str, Any]]]] = {}
+    for place, note in enumerate(notes):
+        left.setdefault(note.get("class"), []).append((place, note))
+    for callback in _remembering(callbacks):
+        of_class = left.get(type(callback).__name__)
+        if not of_class:
+            continue
+        place, note = of_class.pop(0)
         for name in _names(callback):
             if name in note:
                 setattr(callback, name, note[name])

@@ -101,6 +101,14 @@ class CheckpointedFit:
         self._samples_at_begin = self._samples_at_epoch = self._state.samples()
         self._inner, self._model.train_function = self._model.train_function, self._train
 
+    def begin_callbacks(self) -> None:
+        """Let the other callbacks continue from what they remembered; after all of them have begun.
+
+        Also if no epoch is left: EarlyStopping sets its best weights when `fit` ends.
+        """
+        if self._resume is not None:
+            self._resume.begin_callbacks()
+
     def _count_ranks(self, gives_up: Callable[[], bool] | None = None) -> None:
         """Write as one of the ranks that there are now. What lost ranks were writing stays incomplete."""
         session, options, world = self._session, self._options, self._session.world
@@ -141,10 +149,19 @@ class CheckpointedFit:
         self._count_ranks()
 
     def end(self) -> None:
-        """Write the final checkpoint, unless it is written; collective."""
-        self.leave_model()
-        self._session.run_section(self._write_last)
-        self._session.engine.request(STOP, False)
+        """Write the final checkpoint, unless it is written; collective.
+
+        A rank that is asked to stop meanwhile stops the ranks afterwards, as at any other boundary.
+        """
+        session = self._session
+        try:
+            session.run_section(self._write_last)
+            asked = session.engine.agree("the end of fit", float(self._stop.arrived()))
+        finally:
+            self.leave_model()
+        session.engine.request(STOP, False)
+        if any(asked):
+            self._exit(STOPPED)
 
     def _write_last(self) -> None:
         """Write a checkpoint unless it is written, and wait until it is complete; collective."""
@@ -252,9 +269,7 @@ class CheckpointedFit:
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch, before the other callbacks do."""
-        if self._resume is not None:
-            self._resume.begin_epoch()
-        else:
+        if self._resume is None:
             self._epoch_samples = 0.0
             self._batch = 0
             self._samples_at_epoch = self._state.samples()
@@ -357,6 +372,10 @@ class CheckpointedFit:
     def _leave(self, code: int) -> None:
         """Write a checkpoint, and exit; on all ranks at the same boundary."""
         self._session.run_section(self._write_last)
+        self._exit(code)
+
+    def _exit(self, code: int) -> None:
+        """Say why all ranks exit, and exit."""
         if self._session.world.rank == 0:
             logger.warning(
                 "hvpipe: %s. The checkpoint of step %d is complete in %s; all ranks "

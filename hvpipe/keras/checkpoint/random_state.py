@@ -1,4 +1,4 @@
-"""The states of this process's random generators: Python's, NumPy's, and TensorFlow's global one."""
+"""The states of this process's random generators: of Python, NumPy, TensorFlow and Keras, the global ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-_PYTHON, _NUMPY, _TENSORFLOW = "random/python", "random/numpy", "random/tensorflow"
+from hvpipe.keras.compat import global_seed_generator, has_global_seed_generator
+from hvpipe.keras.variables import native
+
+_PYTHON, _NUMPY, _TENSORFLOW, _KERAS = "random/python", "random/numpy", "random/tensorflow", "random/keras"
 
 
 def random_state() -> dict[str, Any]:
     """Return the states as arrays, by name."""
     version, words, gauss = random.getstate()
     _, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    of_keras = {_KERAS: native(global_seed_generator().state).numpy()} if has_global_seed_generator() else {}
     return {
+        **of_keras,
         f"{_PYTHON}/words": np.array([version, *words], np.uint64),
         f"{_PYTHON}/gauss": np.array([] if gauss is None else [gauss], np.float64),
         f"{_NUMPY}/keys": np.array(keys, np.uint32),
@@ -39,3 +44,5 @@ def set_random_state(values: Mapping[str, Any]) -> None:
     state = tf.random.get_global_generator().state
     if state.shape == values[_TENSORFLOW].shape:
         state.assign(values[_TENSORFLOW])
+    if _KERAS in values:
+        native(global_seed_generator().state).assign(values[_KERAS])

@@ -104,7 +104,7 @@ class Resume:
                 self._resize()
         self._mute()
 
-    def begin_epoch(self) -> None:
+    def begin_callbacks(self) -> None:
         """Let the other callbacks continue; after all of them have begun."""
         notes = self._part.notes.get("callbacks", [])
         set_callbacks(self._others, notes, self._restored.callback_arrays())

@@ -303,13 +303,15 @@ class Elastic:
         """Let ranks that are behind take the result of a section that another has finished; collective."""
         sections = [standing.sections for standing in everyone]
         furthest = sections.index(max(sections))
+        # If one rank has read an epoch to its end, all train on the batches that are left in `_recover`, so
+        # that all of them count the same steps.
+        self.data.ended = any(one.ended for one in everyone if one.sections == sections[furthest])
         if min(sections) == max(sections):
             return
         shared = set(map(identity, self._shared()))
         broadcast_variables([v for v in self._model.variables if identity(v) not in shared], furthest)
         if self._sections < sections[furthest]:
             self._sections, self._result = sections[furthest], everyone[furthest].result
-            self.data.ended = self.data.ended and everyone[furthest].ended
 
     # --- What else changes ------------------------------------------------------------------------------
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hvpipe.comm.job_folder import STOPPED, TOO_FEW, tell_loss
+from hvpipe.comm.settings import job_name
 from hvpipe.errors import name_lost
 from hvpipe.session import Session
 
@@ -47,10 +49,10 @@ def leaving_after_loss(session: Session, callbacks: Sequence[Any]) -> Iterator[N
                 if not session.has_lost_ranks():  # no other rank was lost meanwhile
                     raise
             else:
-                raise SystemExit(_tell(session, lost, steps, saved)) from None
+                raise SystemExit(_tell(session, saver.folder, lost, steps, saved)) from None
 
 
-def _tell(session: Session, lost: Sequence[int], steps: int, saved: int | None) -> int:
+def _tell(session: Session, folder: Path, lost: Sequence[int], steps: int, saved: int | None) -> int:
     """Say who is lost, and return the code to exit with. `saved`: the step that replicas have saved."""
     if saved is not None:
         steps = saved
@@ -70,6 +72,7 @@ def _tell(session: Session, lost: Sequence[int], steps: int, saved: int | None) 
             else f"{world.size} ranks are left, and --min-np asks for {settings.min_ranks}: all ranks exit "
             f"with code {TOO_FEW}. The newest checkpoint stays.",
         )
-    if enough and world.local_rank == 0 and settings.job_folder is not None:
-        tell_loss(settings.job_folder, lost, steps + 1)
+    job = job_name()
+    if enough and job is not None and world.local_rank == 0:
+        tell_loss(job, folder, lost, steps + 1)
     return STOPPED if enough else TOO_FEW

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
@@ -17,8 +18,10 @@ from bench.faults import elastic_job as job
 from distributed import Run, run
 from hvpipe.checkpoints import folder as folders
 from hvpipe.checkpoints.manifest import read_manifest
+from hvpipe.comm.settings import Settings
 from hvpipe.errors import PeerError
 from hvpipe.keras.data_parallel import elastic
+from hvpipe.keras.resize import scale_learning_rate
 from hvpipe.session import Resize
 
 LIMIT_S = 240.0
@@ -225,6 +228,14 @@ def recovered(standin: StandIn, losses: int) -> float:
 
     elastic.Elastic(standin, model, standin).section(call)  # type: ignore[arg-type]
     return float(model.optimizer.learning_rate)
+
+
+def test_the_rate_of_a_loss_scale_optimizer_is_scaled() -> None:
+    """Regression: the rate of the optimizer around it is not used."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    session: Any = SimpleNamespace(settings=Settings(lr_scaling="linear"))
+    scale_learning_rate(session, optimizer, 4, 2)
+    assert float(optimizer.learning_rate) == 0.25
 
 
 def test_learning_rates_stay_equal_if_a_second_loss_meets_ranks_at_different_points(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ import tensorflow as tf
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.checkpoints import folder as folders
+from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes, set_callbacks
 from hvpipe.keras.checkpoint.state_of import training_state
 from training import CLASSES, FEATURES, assert_same_bits, fit, loss, samples, state_of
 
@@ -97,11 +100,13 @@ def model_of(case: Case) -> keras.Model:
     )
 
 
-def train(case: Case, folder: Path, every: int | str, crash_at: int = 0) -> tuple[Any, Any]:
-    """Train three epochs with a checkpoint; return the state and the history."""
+def train(
+    case: Case, folder: Path, every: int | str, crash_at: int = 0, others: Sequence[Any] = ()
+) -> tuple[Any, Any]:
+    """Train three epochs with a checkpoint and other callbacks; return the state and the history."""
     model = model_of(case)
     plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0, factor=0.5)
-    callbacks: list[Any] = [hk.Checkpoint(folder, every=every), plateau]
+    callbacks: list[Any] = [hk.Checkpoint(folder, every=every), plateau, *others]
     if crash_at:
         callbacks.append(CrashAt(crash_at, callbacks[0]))
     history = fit(
@@ -136,19 +141,66 @@ def test_resumed_in_the_middle_of_an_epoch(case: Case, tmp_path: Path) -> None:
 
 
 def test_resumed_between_epochs_and_after_the_end(tmp_path: Path) -> None:
-    """Learning rates that callbacks set after an epoch are there; a finished training stays as it is."""
+    """Learning rates that callbacks set after an epoch are there; a finished training stays as it is.
+
+    Regression: EarlyStopping sets the best weights when `fit` ends, but not if no epoch was left.
+    """
     case = Case("step", adam)
     folder = shared(tmp_path)
-    wanted, history = train(case, folder / "whole", "1epoch")
+
+    def best_first() -> list[Any]:
+        return [keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)]
+
+    wanted, history = train(case, folder / "whole", "1epoch", others=best_first())
     with pytest.raises(Crash):
-        train(case, folder / "cut", "1epoch", crash_at=2 * BATCHES + 1)
+        train(case, folder / "cut", "1epoch", crash_at=2 * BATCHES + 1, others=best_first())
     hvpipe.barrier()
-    found, rest = train(case, folder / "cut", "1epoch")
+    found, rest = train(case, folder / "cut", "1epoch", others=best_first())
     assert_same_bits(found, wanted)
     assert {name: values[-1:] for name, values in history.items()} == rest
-    again, nothing = train(case, folder / "cut", "1epoch")
+    again, nothing = train(case, folder / "cut", "1epoch", others=best_first())
     assert_same_bits(again, wanted)
     assert nothing == {}
+
+
+def test_a_rank_that_is_asked_to_stop_at_the_end(tmp_path: Path) -> None:
+    """Regression: SIGTERM during the last validation, or the last checkpoint, had no effect, or killed."""
+
+    class StopsAtEnd(keras.callbacks.Callback):
+        reads_weights = False
+
+        def on_train_end(self, logs: Any = None) -> None:
+            if hvpipe.rank() == hvpipe.size() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    folder = shared(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        train(Case("step", adam), folder, 1000, others=[StopsAtEnd()])
+    assert ended.value.code == 75
+    hvpipe.barrier()
+    assert [int(place.name[:10]) for place in folders.complete(folder)] == [3 * BATCHES]
+
+
+def test_callbacks_continue_from_those_of_their_class() -> None:
+    """Regression: only one rank has a ModelCheckpoint, so others could not use that rank's notes."""
+    wrote = [
+        keras.callbacks.ModelCheckpoint("model.keras"),
+        keras.callbacks.ReduceLROnPlateau("loss"),
+        keras.callbacks.EarlyStopping("loss", restore_best_weights=True),
+    ]
+    for callback in wrote[1:]:
+        callback.wait = 2
+    wrote[2].best_weights = [np.ones(3)]
+    reads = [
+        keras.callbacks.EarlyStopping("loss", restore_best_weights=True),
+        keras.callbacks.EarlyStopping("loss"),
+        keras.callbacks.ReduceLROnPlateau("loss"),
+    ]
+    for callback in reads:
+        callback.wait = 0
+    set_callbacks(reads, callback_notes(wrote), callback_arrays(wrote))
+    assert [callback.wait for callback in reads] == [2, 0, 2]
+    np.testing.assert_array_equal(reads[0].best_weights, [np.ones(3)])
 
 
 def test_another_number_of_ranks_compresses_without_the_errors_before(tmp_path: Path) -> None:
