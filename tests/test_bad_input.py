@@ -200,6 +200,46 @@ def test_a_rank_is_killed_and_the_launcher_does_not_notice(script: str, says: st
     assert re.search(says, result.output), result.describe()
 
 
+BY_NAME = """
+import os, signal, sys, threading, time
+import tensorflow as tf
+import hvpipe.horovod.tensorflow as hvd
+hvd.init()
+def call(): hvd.allreduce(tf.ones(3), name="x")
+call()
+"""
+ANSWER = "Rank 0 should answer allreduce .* named allreduce.x within 3 s .* no answer"
+
+
+@pytest.mark.parametrize(
+    ("size", "script", "says"),
+    [
+        (
+            3,
+            "if hvd.rank() == 0: os.kill(os.getpid(), signal.SIGKILL)",
+            r"The process of rank 0 on \S+ \(pid \d+\) has ended",
+        ),
+        (3, "if hvd.rank() == 0: os.kill(os.getpid(), signal.SIGSTOP)", ANSWER),
+        (
+            2,
+            "if hvd.rank() == 1: threading.Thread(target=call).start()\ntime.sleep(1)\n"
+            "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)",
+            r"rank 0 of 2 waited 1\d s inside MPI in allreduce.x",
+        ),
+    ],
+    ids=["killed", "stopped", "stopped in MPI"],
+)
+def test_a_rank_is_lost_in_a_collective_by_name(size: int, script: str, says: str, tmp_path: Path) -> None:
+    """Regression: the others waited for ever, unless rank 0 could tell them."""
+    shell = '"$@"; code=$?; [ $code = 137 ] && sleep 50; exit $code'
+    command = [*mpirun_command(size), "sh", "-c", shell, "sh", sys.executable]
+    path = write(tmp_path, f"{BY_NAME}\n{script}\ncall()")
+    result = run([*command, str(path)], limit_s=80.0, env={"HVPIPE_TIMEOUT": "3"})
+    assert not result.timed_out, result.describe()
+    assert result.returncode != 0, result.describe()
+    assert re.search(says, result.output), result.describe()
+
+
 def test_a_rank_that_stops_before_it_finalises_mpi(tmp_path: Path) -> None:
     """Regression: the others waited in MPI_Finalize without a limit."""
     script = "hvpipe.shutdown()\nsay_when()\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"

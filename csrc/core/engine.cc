@@ -13,13 +13,6 @@ namespace {
 
 constexpr double kLeaveS = 10;  // the longest wait for the other ranks in Stop
 
-Error LostProcess(const std::string& rank) {
-  return Error(
-      "The process of " + rank + " has ended, while this rank waits for others. Was it killed " +
-          "(SIGKILL, or the host's memory was used up)? See what it printed last, and the system's log.",
-      ErrorKind::kPeer);
-}
-
 }  // namespace
 
 Engine::Engine(const Connect& connect, const EngineOptions& options)
@@ -36,7 +29,7 @@ Engine::Engine(const Connect& connect, const EngineOptions& options)
       buckets_(*progress_, agreement_, route_, device_, telemetry_),
       watchdog_(
           network_.texts(), telemetry_, [this] { return progress_->WaitsNow(); },
-          [this](const std::string& rank) { Fail(LostProcess(rank)); }) {
+          [this](const Error& error) { Fail(error); }) {
   telemetry_.flight.SetRank(network_.topology().rank, network_.topology().size);
 }
 

@@ -96,6 +96,13 @@ char StateOf(int pid) {
 // Certain: a process that only cannot be looked at (without a free file descriptor, say) has not ended.
 bool HasEnded(int pid) { return (kill(pid, 0) != 0 && errno == ESRCH) || StateOf(pid) == 'Z'; }
 
+Error LostProcess(const std::string& rank) {
+  return Error(
+      "The process of " + rank + " has ended, while this rank waits for others. Was it killed " +
+          "(SIGKILL, or the host's memory was used up)? See what it printed last, and the system's log.",
+      ErrorKind::kPeer);
+}
+
 }  // namespace
 
 Watchdog::Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now, Lost lost)
@@ -114,9 +121,14 @@ void Watchdog::Report(const Stall& stall) {
   wake_.notify_all();
 }
 
-void Watchdog::AlsoAsk(WaitsNow waits_now) {
+void Watchdog::AlsoWatch(Others others) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  others_ = std::move(waits_now);
+  others_ = std::move(others);
+}
+
+Watchdog::Others Watchdog::others() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return others_;
 }
 
 void Watchdog::UseStacks(int signal, int file) {
@@ -173,13 +185,21 @@ void Watchdog::Loop() {
 void Watchdog::LookForLost(double now) {
   if (texts_ == nullptr || now - looked_s_ < kLostS) return;
   looked_s_ = now;
-  const auto wait = waits_now_();
-  if (!wait || wait->waited_s < kLostS) return;
+  const Others others = this->others();
+  if (others.end_if_stuck) others.end_if_stuck();
+  const auto waits_long = [](const WaitsNow& ask) {
+    const auto wait = ask ? ask() : std::nullopt;
+    return wait && wait->waited_s >= kLostS;
+  };
+  if (!waits_long(waits_now_) && !waits_long(others.waits_now)) return;
   for (int rank = 0; rank < texts_->size(); ++rank) {
     const int pid = texts_->LocalPid(rank);
     if (pid == 0 || !HasEnded(pid)) continue;
     looked_s_ = std::numeric_limits<double>::infinity();
-    return lost_(texts_->NameOf(rank));
+    const Error error = LostProcess(texts_->NameOf(rank));
+    lost_(error);
+    if (others.lost) others.lost(error);
+    return;
   }
 }
 
@@ -292,12 +312,7 @@ void Watchdog::Collect(int rank, const Stall& stall, double now) {
 
 // "W": it waits as well; "L": it is late.
 std::string Watchdog::Answer() {
-  WaitsNow others;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    others = others_;
-  }
-  for (const WaitsNow& ask : {waits_now_, others}) {
+  for (const WaitsNow& ask : {waits_now_, others().waits_now}) {
     const auto waits = ask ? ask() : std::nullopt;
     if (waits && !waits->patient && waits->waited_s > kJustCame) return "W" + Encode(*waits);
   }

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "collectives/text_messages.h"
+#include "core/error.h"
 #include "core/operation.h"
 #include "core/telemetry.h"
 
@@ -36,8 +37,15 @@ class Watchdog {
  public:
   // What this rank waits for now; empty if it computes.
   using WaitsNow = std::function<std::optional<Stall>()>;
-  // Gets the name of a rank whose process has ended while this rank waits.
-  using Lost = std::function<void(const std::string& rank)>;
+  // Gets an error that names a rank whose process has ended while this rank waits.
+  using Lost = std::function<void(const Error& error)>;
+  // Collectives that are not the engine's.
+  struct Others {
+    WaitsNow waits_now;
+    Lost lost;
+    // Ends the process if a call that nothing can interrupt lasts too long. Called every few seconds.
+    std::function<void()> end_if_stuck;
+  };
 
   // `texts` may be null: then a report says only what this rank waits for.
   Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now, Lost lost);
@@ -45,8 +53,8 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Ask this, too, what this rank waits for.
-  void AlsoAsk(WaitsNow waits_now);
+  // Watch these, too.
+  void AlsoWatch(Others others);
   // This rank has waited too long.
   void Report(const Stall& stall);
   // `signal`, sent to a thread of this process, writes the stacks of all Python threads to `file`.
@@ -61,6 +69,7 @@ class Watchdog {
   void Loop();
   void Step(double now);
   void LookForLost(double now);
+  Others others() const;
   void TakeStall(double now);
   void Take(const TextMessage& message, double now);
   void Collect(int rank, const Stall& stall, double now);
@@ -78,7 +87,7 @@ class Watchdog {
   const Lost lost_;
 
   mutable std::mutex mutex_;
-  WaitsNow others_;
+  Others others_;
   std::condition_variable wake_;
   bool stop_ = false, watches_ = true;
   std::optional<Stall> reported_;

@@ -1,8 +1,11 @@
 // The service thread: tells rank 0 about calls, and runs what it answers.
 #include "named/named_calls.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <numeric>
 #include <string>
 
@@ -19,6 +22,7 @@ constexpr int kResponseTag = 2;
 constexpr double kEagerS = 200e-6;
 constexpr double kShortestNapS = 20e-6;
 constexpr double kLongestNapS = 500e-6;
+constexpr double kGraceS = 10;      // for rank 0, which ends calls that wait too long
 constexpr double kLookS = 0.1;      // between two looks for long waits
 constexpr double kIdleNapS = 2e-3;  // rank 0, if no call is under way anywhere
 
@@ -103,10 +107,40 @@ std::vector<int> NamedCalls::Sets() const {
 void NamedCalls::WatchWith(const std::shared_ptr<Engine>& engine, double warn_s) {
   engine_ = engine;
   warn_s_ = warn_s;
-  engine->watchdog().AlsoAsk([self = weak_from_this()]() -> std::optional<Stall> {
+  Watchdog::Others watched;
+  watched.waits_now = [self = weak_from_this()]() -> std::optional<Stall> {
     const auto calls = self.lock();
     return calls ? calls->WaitsNow() : std::nullopt;
-  });
+  };
+  watched.lost = [self = weak_from_this()](const Error& error) {
+    if (const auto calls = self.lock()) calls->LoseProcess(error);
+  };
+  watched.end_if_stuck = [self = weak_from_this()] {
+    if (const auto calls = self.lock()) calls->EndIfStuck();
+  };
+  engine->watchdog().AlsoWatch(std::move(watched));
+}
+
+// The service thread ends all calls with it, unless MPI holds the thread: see EndIfStuck.
+void NamedCalls::LoseProcess(const Error& error) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lost_ = error.what();
+  }
+  changed_.notify_all();
+}
+
+// A collective of MPI waits for ever for a rank that has called it and then stopped.
+void NamedCalls::EndIfStuck() const {
+  const std::lock_guard<std::mutex> lock(under_way_mutex_);
+  if (in_mpi_since_s_ == 0 || Now() - in_mpi_since_s_ < timeout_s_ + kGraceS) return;
+  std::fprintf(stderr,
+               "\nhvpipe: rank %d of %d waited %.0f s inside MPI in %s: every rank should take part within "
+               "that time (HVPIPE_TIMEOUT). Received: nothing from at least one rank. Has it ended, or does "
+               "it hang? This rank exits with code 1.\n",
+               rank_, size_, Now() - in_mpi_since_s_, in_mpi_.c_str());
+  std::fflush(stderr);
+  _exit(1);  // without the handlers of exit, which would call MPI
 }
 
 Stall NamedCalls::StallOf(const UnderWay& under_way, double now_s) const {
@@ -130,10 +164,23 @@ std::optional<Stall> NamedCalls::WaitsNow() const {
   return oldest == nullptr ? std::nullopt : std::make_optional(StallOf(*oldest, Now()));
 }
 
+// Rank 0 ends calls that wait too long. If it cannot, each rank does.
+void NamedCalls::LookAtWaits(double now_s) {
+  if (now_s - looked_s_ < kLookS) return;
+  looked_s_ = now_s;
+  for (const auto& [key, each] : under_way_) {
+    const Request& request = each.call.request;
+    if (request.kind == Kind::kJoin || now_s - each.since_s < timeout_s_ + kGraceS) continue;
+    throw CallError{Problem::kDeadline,
+                    "Rank 0 should answer " + request.Described() + " named " + request.name + " within " +
+                        std::to_string(static_cast<int>(timeout_s_)) +
+                        " s (HVPIPE_TIMEOUT). Received: no answer. Has it ended, or does it hang?"};
+  }
+  if (warn_s_ > 0) TellStall(now_s);
+}
+
 // One report covers all calls that wait too long.
 void NamedCalls::TellStall(double now_s) {
-  if (warn_s_ <= 0 || now_s - looked_s_ < kLookS) return;
-  looked_s_ = now_s;
   std::optional<Stall> longest;
   for (auto& [key, each] : under_way_) {
     if (each.told || each.call.request.kind == Kind::kJoin || now_s - each.since_s < warn_s_) continue;
@@ -185,6 +232,8 @@ void NamedCalls::Loop() {
       }
       Rest();
     }
+  } catch (const CallError& error) {
+    FailAll(error);
   } catch (const std::exception& error) {
     FailAll({Problem::kPeer, error.what()});
   }
@@ -194,6 +243,7 @@ bool NamedCalls::TakeInbox() {
   std::vector<Call> taken;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (!lost_.empty()) throw Error(lost_, ErrorKind::kPeer);
     taken.swap(inbox_);
   }
   for (Call& call : taken) {
@@ -269,7 +319,7 @@ void NamedCalls::Rest() {
   const bool awaits_message =
       !under_way_.empty() || !sends_.empty() || (coordinator_ && !coordinator_->idle());
   const double now_s = Now(), idle_s = now_s - active_s_;
-  TellStall(now_s);
+  LookAtWaits(now_s);
   if (awaits_message && idle_s < kEagerS) {
     std::this_thread::yield();
     return;
@@ -305,11 +355,23 @@ void NamedCalls::Handle(const Response& response) {
     return End(key, &error, nullptr);
   }
   try {
+    const InMpi now(*this, response.name);
     RunCollective(response, call);
   } catch (const CallError& error) {
     return End(key, &error, nullptr);
   }
   End(key, nullptr, &response);
+}
+
+NamedCalls::InMpi::InMpi(NamedCalls& calls, const std::string& what) : calls_(calls) {
+  const std::lock_guard<std::mutex> lock(calls_.under_way_mutex_);
+  calls_.in_mpi_ = what;
+  calls_.in_mpi_since_s_ = Now();
+}
+
+NamedCalls::InMpi::~InMpi() {
+  const std::lock_guard<std::mutex> lock(calls_.under_way_mutex_);
+  calls_.in_mpi_since_s_ = 0;
 }
 
 void NamedCalls::RunCollective(const Response& response, Call* call) {

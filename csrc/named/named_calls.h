@@ -57,6 +57,21 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
     bool told = false;  // of its wait
   };
 
+  // Lets EndIfStuck see that a collective of MPI runs.
+  class InMpi {
+   public:
+    InMpi(NamedCalls& calls, const std::string& what);
+    ~InMpi();
+    InMpi(const InMpi&) = delete;
+    InMpi& operator=(const InMpi&) = delete;
+
+   private:
+    NamedCalls& calls_;
+  };
+
+  void LoseProcess(const Error& error);
+  void EndIfStuck() const;
+  void LookAtWaits(double now_s);
   Stall StallOf(const UnderWay& under_way, double now_s) const;
   std::optional<Stall> WaitsNow() const;
   void TellStall(double now_s);
@@ -88,6 +103,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   bool started_ = false;
   bool left_ = false;
   std::optional<CallError> failed_;
+  std::string lost_;  // says which rank's process has ended; empty: none
 
   std::weak_ptr<Engine> engine_;  // has the watchdog
   double warn_s_ = 0;             // 0: nobody is told of waits
@@ -95,6 +111,8 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
 
   mutable std::mutex under_way_mutex_;  // for changes, and for looks of other threads
   std::map<Key, UnderWay> under_way_;
+  std::string in_mpi_;         // the collective that MPI runs, which nothing can interrupt
+  double in_mpi_since_s_ = 0;  // 0: none
   std::list<Sending> sends_;
   double active_s_ = 0;  // when something last happened
   std::thread thread_;
