@@ -84,7 +84,7 @@ def cases() -> dict[str, Fault]:
         "clock": Fault("the clock jumps by an hour, forward or back", goes_on, _clock_jump, missing=no_cc),
         "disk": Fault("full disk (tmpfs) under the checkpoints", goes_on, _full_disk, ("checkpoint",), root),
         "blip": Fault("a link down for 2 s", goes_on, partial(_link, 2.0), later, root),
-        "link": Fault("a link down for good", ends, partial(_link, None), later, root),
+        "link": Fault("a link down for good", ends, partial(_link, None), PHASES[:4], root),
         "job": Fault(
             "kill -9 of the whole job while it writes checkpoints",
             "started again, it ends with the same weights, bit for bit",
@@ -320,7 +320,8 @@ def _link(down_s: float | None, phase: str, chance: random.Random) -> Trial:
         command = cluster.host_command("h0", started)
         if down_s is None:
             ended = _run(command, during)
-            return _judge_end(ended, folder, DEADLINE_S, ("DeadlineError", "rank "))
+            says = "HVPIPE_SHUTDOWN_TIMEOUT" if phase == "flush" else "DeadlineError"
+            return _judge_end(ended, folder, DEADLINE_S, (says, "rank "))
         ended = _run(command, during)
         if 40 not in _longer:
             with _folder() as other:
