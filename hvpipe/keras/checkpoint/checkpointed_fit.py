@@ -153,23 +153,26 @@ class CheckpointedFit:
 
         A rank that is asked to stop meanwhile stops the ranks afterwards, as at any other boundary.
         """
-        session = self._session
         try:
-            session.run_section(self._write_last)
-            asked = session.engine.agree("the end of fit", float(self._stop.arrived()))
+            asked = self._session.run_section(self._write_last)
         finally:
             self.leave_model()
-        session.engine.request(STOP, False)
-        if any(asked):
+        self._session.engine.request(STOP, False)
+        if asked:
             self._exit(STOPPED)
 
-    def _write_last(self) -> None:
-        """Write a checkpoint unless it is written, and wait until it is complete; collective."""
+    def _write_last(self) -> bool:
+        """Write a checkpoint unless it is written, and wait until it is complete; collective.
+
+        Returns:
+            Whether some rank has been asked to stop.
+        """
         self._follow_ranks()
         unsaved = self._session.engine.agree("the last checkpoint", float(self._step > self._saved_step))
         if any(unsaved):
             self._write()
         self._wait_for_all()
+        return any(self._session.engine.agree("whether to stop", float(self._stop.arrived())))
 
     def lose(self, ranks: Iterable[int]) -> int:
         """Wait for the checkpoint under way, unless it needs parts of lost ranks; return the steps done."""
