@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-nccl=build/nccl
+nccl=build/nccl-$(sed -n "s/^nvidia-nccl-cu13==//p" constraints.txt)
 if [ ! -e $nccl ]; then
     echo "==> fetching NCCL (300 MB)"
     rm -rf $nccl.part

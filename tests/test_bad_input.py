@@ -223,11 +223,17 @@ ANSWER = "Rank 0 should answer allreduce .* named allreduce.x within 3 s .* no a
         (
             2,
             "if hvd.rank() == 1: threading.Thread(target=call).start()\ntime.sleep(1)\n"
+            "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)",
+            r"rank 0 of 2 waited 1\d s inside MPI in allreduce.x",
+        ),
+        (
+            2,
+            "if hvd.rank() == 1: threading.Thread(target=call).start()\ntime.sleep(1)\n"
             "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)",
             r"rank 0 of 2 waited 1\d s inside MPI in allreduce.x",
         ),
     ],
-    ids=["killed", "stopped", "stopped in MPI"],
+    ids=["killed", "stopped", "killed in MPI", "stopped in MPI"],
 )
 def test_a_rank_is_lost_in_a_collective_by_name(size: int, script: str, says: str, tmp_path: Path) -> None:
     """Regression: the others waited for ever, unless rank 0 could tell them."""

@@ -169,6 +169,7 @@ void Watchdog::Loop() {
       if (stop_) return;
     }
     telemetry_.flight.Beat(telemetry_.counters.steps.value(), telemetry_.counters.operations.value());
+    if (const auto end_if_stuck = others().end_if_stuck) end_if_stuck();
     try {
       if (works) Step(Now());
     } catch (const std::exception& failure) {  // the ranks that it would ask may be gone
@@ -186,7 +187,6 @@ void Watchdog::LookForLost(double now) {
   if (texts_ == nullptr || now - looked_s_ < kLostS) return;
   looked_s_ = now;
   const Others others = this->others();
-  if (others.end_if_stuck) others.end_if_stuck();
   const auto waits_long = [](const WaitsNow& ask) {
     const auto wait = ask ? ask() : std::nullopt;
     return wait && wait->waited_s >= kLostS;

@@ -43,7 +43,7 @@ class Watchdog {
   struct Others {
     WaitsNow waits_now;
     Lost lost;
-    // Ends the process if a call that nothing can interrupt lasts too long. Called every few seconds.
+    // Ends the process if a call that nothing can interrupt lasts too long. Called several times a second.
     std::function<void()> end_if_stuck;
   };
 

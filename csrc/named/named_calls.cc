@@ -22,9 +22,10 @@ constexpr int kResponseTag = 2;
 constexpr double kEagerS = 200e-6;
 constexpr double kShortestNapS = 20e-6;
 constexpr double kLongestNapS = 500e-6;
-constexpr double kGraceS = 10;      // for rank 0, which ends calls that wait too long
-constexpr double kLookS = 0.1;      // between two looks for long waits
-constexpr double kIdleNapS = 2e-3;  // rank 0, if no call is under way anywhere
+constexpr double kSlowestBytesPerS = 1e6;  // of a collective that MPI runs
+constexpr double kGraceS = 10;             // for rank 0, which ends calls that wait too long
+constexpr double kLookS = 0.1;             // between two looks for long waits
+constexpr double kIdleNapS = 2e-3;         // rank 0, if no call is under way anywhere
 
 MPI_Comm Duplicate(MPI_Comm world) {
   MPI_Comm copy = MPI_COMM_NULL;
@@ -133,10 +134,10 @@ void NamedCalls::LoseProcess(const Error& error) {
 // A collective of MPI waits for ever for a rank that has called it and then stopped.
 void NamedCalls::EndIfStuck() const {
   const std::lock_guard<std::mutex> lock(under_way_mutex_);
-  if (in_mpi_since_s_ == 0 || Now() - in_mpi_since_s_ < timeout_s_ + kGraceS) return;
+  if (in_mpi_since_s_ == 0 || Now() - in_mpi_since_s_ < in_mpi_limit_s_) return;
   std::fprintf(stderr,
-               "\nhvpipe: rank %d of %d waited %.0f s inside MPI in %s: every rank should take part within "
-               "that time (HVPIPE_TIMEOUT). Received: nothing from at least one rank. Has it ended, or does "
+               "\nhvpipe: rank %d of %d waited %.0f s inside MPI in %s: every rank should take part sooner "
+               "(HVPIPE_TIMEOUT). Received: nothing from at least one rank. Has it ended, or does "
                "it hang? This rank exits with code 1.\n",
                rank_, size_, Now() - in_mpi_since_s_, in_mpi_.c_str());
   std::fflush(stderr);
@@ -355,7 +356,7 @@ void NamedCalls::Handle(const Response& response) {
     return End(key, &error, nullptr);
   }
   try {
-    const InMpi now(*this, response.name);
+    const InMpi now(*this, response.name, call);
     RunCollective(response, call);
   } catch (const CallError& error) {
     return End(key, &error, nullptr);
@@ -363,10 +364,16 @@ void NamedCalls::Handle(const Response& response) {
   End(key, nullptr, &response);
 }
 
-NamedCalls::InMpi::InMpi(NamedCalls& calls, const std::string& what) : calls_(calls) {
+NamedCalls::InMpi::InMpi(NamedCalls& calls, const std::string& what, const Call* call) : calls_(calls) {
+  double bytes = 0;
+  if (call != nullptr) {
+    for (const TensorSpec& tensor : call->request.tensors)
+      bytes += static_cast<double>(tensor.elements()) * static_cast<double>(SizeOf(tensor.type));
+  }
   const std::lock_guard<std::mutex> lock(calls_.under_way_mutex_);
   calls_.in_mpi_ = what;
   calls_.in_mpi_since_s_ = Now();
+  calls_.in_mpi_limit_s_ = calls_.timeout_s_ + kGraceS + bytes * calls_.size_ / kSlowestBytesPerS;
 }
 
 NamedCalls::InMpi::~InMpi() {

@@ -60,7 +60,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   // Lets EndIfStuck see that a collective of MPI runs.
   class InMpi {
    public:
-    InMpi(NamedCalls& calls, const std::string& what);
+    InMpi(NamedCalls& calls, const std::string& what, const Call* call);
     ~InMpi();
     InMpi(const InMpi&) = delete;
     InMpi& operator=(const InMpi&) = delete;
@@ -113,6 +113,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   std::map<Key, UnderWay> under_way_;
   std::string in_mpi_;         // the collective that MPI runs, which nothing can interrupt
   double in_mpi_since_s_ = 0;  // 0: none
+  double in_mpi_limit_s_ = 0;
   std::list<Sending> sends_;
   double active_s_ = 0;  // when something last happened
   std::thread thread_;

@@ -50,7 +50,7 @@ class _AbortAllRanks:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         world = started_world() if os.getpid() == self._process else None
-        if world is None or world.size == 1:
+        if world is None or world.alone:
             self._previous(kind, error, trace)
         elif issubclass(kind, KeyboardInterrupt):
             tell_recorder("KeyboardInterrupt")

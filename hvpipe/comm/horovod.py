@@ -179,6 +179,7 @@ class StartedWorld:
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.host: str = socket.gethostname()
+        self.alone: bool = self.size == 1
 
     def abort(self, code: int) -> None:
         """End all ranks now, with this exit code. Does not return."""

@@ -328,6 +328,7 @@ class StartedWorld:
     rank: int
     size: int
     host: str
+    alone: bool
     _mpi: ModuleType
 
     def abort(self, code: int) -> None:
@@ -341,7 +342,7 @@ def started_world() -> StartedWorld | None:
     if not mpi.Is_initialized() or mpi.Is_finalized():
         return None
     ranks = _ranks_left or mpi.COMM_WORLD
-    return StartedWorld(ranks.rank, ranks.size, mpi.Get_processor_name(), mpi)
+    return StartedWorld(ranks.rank, ranks.size, mpi.Get_processor_name(), mpi.COMM_WORLD.size == 1, mpi)
 
 
 def fault_tolerant(library: str) -> bool:

@@ -30,6 +30,10 @@ class StartedWorld(Protocol):
     def host(self) -> str:
         """The name of this host."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether the job has had one rank from the start."""
+
     def abort(self, code: int) -> None:
         """End all ranks now, with this exit code. Does not return."""
 
@@ -150,7 +154,7 @@ def started_world() -> StartedWorld | None:
         from hvpipe.comm import mpi
 
         by_mpi = mpi.started_world()
-        if by_mpi is not None and by_mpi.size > 1:
+        if by_mpi is not None and not by_mpi.alone:
             return by_mpi
     if "horovod.tensorflow" in sys.modules:
         from hvpipe.comm import horovod

@@ -111,15 +111,15 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     folder, places = _choose(dict(_jobs()), options.job)
     hosts = parse_hosts(options.hosts) if options.hosts is not None else ()
     wanted = places.with_more(hosts, options.ranks)
-    if not any_listens(folder):
-        raise HvpipeError(
-            "A rank of the job on this host should be in `fit` with hk.Checkpoint, from which the job goes "
-            "on. Received: no such rank. If it has just started, try again later"
-        )
     if gone := lost_hosts.unreachable(hosts, json.loads((folder / _RUNNING).read_text())["agent"]):
         raise HvpipeError(
             "Hosts that join should run commands without asking for a password, as in `ssh HOST true`. "
             f"Received: {', '.join(gone)}, which cannot be reached; the job goes on as it is"
+        )
+    if not any_listens(folder):
+        raise HvpipeError(
+            "A rank of the job on this host should be in `fit` with hk.Checkpoint, from which the job goes "
+            "on. Received: no such rank. If it has just started, try again later"
         )
     _write(folder / _WANTED, wanted)
     ask_to_stop(folder)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvpipe.blackbox import story
+from hvpipe.checkpoints.folder import complete
 from hvpipe.comm.job_folder import (
     STOPPED,
     TOO_FEW,
@@ -26,7 +27,10 @@ from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, superv
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
 # Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
-_NO_END = "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost."
+_NO_END = (
+    "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost, or "
+    "all ranks of this one."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -112,10 +116,10 @@ class Restarting:
         """Tell whether a job whose launcher ended with 0 has failed: Open MPI does so if it loses a host."""
         if any_ended(folder):
             return False
-        if any_joined(folder) and not (self.places.hosts and self._elastic):
-            return True
-        # The ranks here were lost, and others went on; or no rank is here.
-        return bool(lost_hosts.unreachable(self.places.hosts, self._agent))
+        # If no rank is here, only the hosts can tell.
+        return any_joined(folder) or (
+            self._elastic and bool(lost_hosts.unreachable(self.places.hosts, self._agent))
+        )
 
     def _loses_hosts(self) -> bool:
         """Tell whether the job fails because hosts are lost; go on without them if enough ranks are left."""
@@ -173,6 +177,8 @@ class Restarting:
 def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
     """Say what a pipeline has lost. The name of a checkpoint begins with its step."""
     again = "the steps since then"
+    if checkpoint and (newest := complete(Path(checkpoint).parent)):  # ranks of another host may have made it
+        checkpoint = str(newest[0])
     if checkpoint:
         repeated = loss.step - 1 - int(Path(checkpoint).name.partition("-")[0])
         again = (

@@ -76,5 +76,5 @@ def _hash_of(command: list[str]) -> str:
 
 def real_nccl() -> Path | None:
     """Return NVIDIA's NCCL if `make cuda` has fetched it; None otherwise. Its header is in ../include."""
-    found = CSRC.with_name("build") / "nccl" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
-    return found if found.exists() else None
+    found = sorted(CSRC.with_name("build").glob("nccl-*/nvidia/nccl/lib/libnccl.so.2"))
+    return found[-1] if found else None

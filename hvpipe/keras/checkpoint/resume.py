@@ -25,7 +25,8 @@ class Resume:
     """The first epoch of a resumed `fit`.
 
         begin          values are read and, if the variables exist, set: callbacks see them
-        begin_epoch    the other callbacks continue from what they remembered
+        begin_callbacks
+                       the other callbacks continue from what they remembered
         restore        the first batch: values are set, the data is read up to the position
         skips          for each batch that was trained on: the other callbacks do not see them
         end_epoch      everything is as it would be without a resume

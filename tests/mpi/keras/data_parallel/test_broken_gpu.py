@@ -6,6 +6,7 @@ These cases come before those that open the fake device in the session.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,9 +55,9 @@ def test_fit_goes_on_where_a_gpu_does_not_open(monkeypatch: Any, caplog: Any, se
 
 def test_a_real_nccl_without_a_gpu_says_so_on_all_ranks() -> None:
     """NVIDIA's library loads beside TensorFlow. It finds no driver, whatever the tests' device pretends."""
-    library, session = real_nccl(), current()
-    if library is None or hvpipe.size() == 1:
-        pytest.skip("needs NCCL (make cuda fetches it) and other ranks")
+    library, session = hvpipe.broadcast_object(real_nccl()), current()
+    if library is None or hvpipe.size() == 1 or Path("/dev/nvidiactl").exists():
+        pytest.skip("needs NCCL (make cuda fetches it), other ranks, and no driver")
     device = hvpipe.broadcast_object(str(build("fake_device.cc")) if hvpipe.rank() == 0 else None)
     changes = {"job_may_have_gpus": True, "device_library": device, "gpus_may_be_shared": True}
     settings = dataclasses.replace(session.settings, nccl_library=str(library), **changes)
