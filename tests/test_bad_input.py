@@ -222,13 +222,13 @@ ANSWER = "Rank 0 should answer allreduce .* named allreduce.x within 3 s .* no a
         (3, "if hvd.rank() == 0: os.kill(os.getpid(), signal.SIGSTOP)", ANSWER),
         (
             2,
-            "if hvd.rank() == 1: threading.Thread(target=call).start()\ntime.sleep(3 - 2 * hvd.rank())\n"
+            "if hvd.rank() == 1: threading.Thread(target=call).start()\ntime.sleep(2 - hvd.rank())\n"
             "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)",
             r"rank 0 of 2 waited 1\d s inside MPI in allreduce.x",
         ),
         (
             2,
-            "if hvd.rank() == 1: threading.Thread(target=call).start()\ntime.sleep(3 - 2 * hvd.rank())\n"
+            "if hvd.rank() == 1: threading.Thread(target=call).start()\ntime.sleep(2 - hvd.rank())\n"
             "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)",
             r"rank 0 of 2 waited 1\d s inside MPI in allreduce.x",
         ),
