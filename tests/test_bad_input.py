@@ -208,6 +208,12 @@ hvd.init()
 def call(): hvd.allreduce(tf.ones(3), name="x")
 call()
 """
+# Rank 1 has asked, and gets the signal a second before rank 0 calls: then MPI waits for it.
+IN_MPI = """
+if hvd.rank() == 1: threading.Thread(target=call).start()
+time.sleep(2 - hvd.rank())
+if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGNAL)
+"""
 ANSWER = "Rank 0 should answer allreduce .* named allreduce.x within 3 s .* no answer"
 
 
@@ -222,14 +228,12 @@ ANSWER = "Rank 0 should answer allreduce .* named allreduce.x within 3 s .* no a
         (3, "if hvd.rank() == 0: os.kill(os.getpid(), signal.SIGSTOP)", ANSWER),
         (
             2,
-            "if hvd.rank() == 1: threading.Thread(target=call).start()\ntime.sleep(2 - hvd.rank())\n"
-            "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)",
+            IN_MPI.replace("SIGNAL", "SIGKILL"),
             r"rank 0 of 2 waited 1\d s inside MPI in allreduce.x",
         ),
         (
             2,
-            "if hvd.rank() == 1: threading.Thread(target=call).start()\ntime.sleep(2 - hvd.rank())\n"
-            "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)",
+            IN_MPI.replace("SIGNAL", "SIGSTOP"),
             r"rank 0 of 2 waited 1\d s inside MPI in allreduce.x",
         ),
     ],

@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 
 from bench.faults import soak
-from bench.faults.cases import Fault, Trial, cases
+from bench.faults.cases import Fault, cases
+from bench.faults.trial import Trial
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 from bench.cluster import network
 from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
+from bench.faults.trial import Trial
 
 PHASES = ("pack", "reduce", "update", "flush", "checkpoint")
 DEADLINE_S = 4.0
@@ -27,22 +28,6 @@ LIMIT_S = 90.0  # longer is a hang
 PROMISED_S = 10.0  # after the deadline, or after the fault if that needs no deadline
 _MEMORY = Path("/sys/fs/cgroup/memory")
 _STATE = re.compile(r"^STATE (\w+)$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What happened.
-
-    Attributes:
-        problem: "" if it is what must happen.
-        after_s: From the fault, or from the deadline that it ran into, to the end of the job. If it goes on:
-            the time lost, 0 if that is not measured.
-        output: What the job printed.
-    """
-
-    problem: str
-    after_s: float
-    output: str
 
 
 @dataclass(frozen=True)
@@ -356,8 +341,7 @@ def _whole_job(phase: str, chance: random.Random) -> Trial:
 def _lost(overlap: str, chance: random.Random) -> Trial:
     from bench.faults import elastic  # imports TensorFlow
 
-    going = elastic.run_trial(4, overlap, chance)
-    return Trial(going.problem, going.lost_s, going.output)
+    return elastic.run_trial(4, overlap, chance)
 
 
 def _kill_session(pid: int, folder: Path) -> None:

@@ -55,7 +55,7 @@ def tell_checkpoint(folder: Path, place: Path) -> None:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the last checkpoint that the job completed; None if there is none."""
+    """Return the last checkpoint that the job completed; None before the first."""
     path = folder / _CHECKPOINT
     return path.read_text() if path.exists() else None
 
