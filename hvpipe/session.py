@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, print_with_rank
@@ -20,10 +21,10 @@ from hvpipe.comm.flight_record import (
     keep_record,
     tell_recorder,
 )
-from hvpipe.comm.job_folder import tell_joined
+from hvpipe.comm.job_folder import abort_sign, tell_end, tell_joined
 from hvpipe.comm.native import import_native
 from hvpipe.comm.rank_gpu import may_have_gpu
-from hvpipe.comm.settings import Settings
+from hvpipe.comm.settings import Settings, job_name
 from hvpipe.comm.settings import settings as read_settings
 from hvpipe.comm.world import World, open_world
 from hvpipe.errors import HvpipeError, name_lost
@@ -109,6 +110,7 @@ class Session:
             import_native().set_default(self.engine.core)
             keep_record(self.engine.core)
             self.named_calls()  # now, because all ranks open it together
+        self.checkpoints: Path | None = None  # their folder, once `fit` writes some
         self.lost: str | None = None  # says which ranks are lost, until the others go on
         self.run_section: Callable[[Callable[[], Any]], Any] = lambda call: call()
         """Runs what all ranks do together between steps; see hvpipe.keras.data_parallel.elastic."""
@@ -145,7 +147,7 @@ class Session:
         end_record(self.settings.flight_path)
         self.engine.core = None
         self.world.close()
-        tell_joined(self.settings.job_folder, ended=True)
+        tell_end(job_name(), self.checkpoints if self._left_behind else None)  # all ranks there may be lost
 
     def has_lost_ranks(self) -> bool:
         """Tell whether an error came from the loss of ranks, which this rank may learn of a moment later."""
@@ -220,8 +222,8 @@ class Session:
         asked += [f"HVPIPE_NONFINITE={settings.nonfinite}"] if settings.nonfinite != "ignore" else []
         if asked and not self._warned_of_checks and self.world.rank == 0:
             logger.warning(
-                "hvpipe: only models of hk.data_parallel in fit compare weights over ranks and look for NaN "
-                "and Inf: these settings have no effect on %s. Received: %s",
+                "hvpipe: only models of hk.data_parallel in fit, and pipelines, compare weights over ranks "
+                "and look for NaN and Inf: these settings have no effect on %s. Received: %s",
                 what,
                 ", ".join(asked),
             )
@@ -253,7 +255,9 @@ class Session:
         if self._named_calls is None:
             self._named_calls = self.world.make_named_calls(self.settings)
             if self.engine.core is not None:
-                self._named_calls.watch_with(self.engine.core, self.settings.engine_stall_s)
+                folder = self.settings.job_folder
+                sign = "" if folder is None else str(abort_sign(folder))
+                self._named_calls.watch_with(self.engine.core, self.settings.engine_stall_s, sign)
             import_native().set_default_named_calls(self._named_calls)
         return self._named_calls
 
@@ -397,7 +401,7 @@ def shutdown() -> None:
         if session.settings.elastic and session.has_lost_ranks():
             logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
             session.engine.stop()  # without the others; its threads must not call MPI once that is finalised
-            tell_joined(session.settings.job_folder, ended=True)
+            tell_end(job_name(), session.checkpoints)
             return
         if session.world.size == 1:
             raise

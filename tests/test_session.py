@@ -173,20 +173,21 @@ def test_a_loss_in_shutdown_that_the_watch_tells_of_later(
 
     vars(world).update(abort=abort)
     engine = Mock()
-    vars(session).update(world=world, settings=Settings(elastic=True), lost=None, close=close, engine=engine)
+    vars(session).update(world=world, settings=Settings(elastic=True), lost=None, checkpoints=None)
+    vars(session).update(close=close, engine=engine)
     monkeypatch.setattr("hvpipe.session._session", session)
     hvpipe.shutdown()
     assert "rank 1 of 2 was lost in shutdown" in caplog.text
     engine.stop.assert_called_once_with()  # its threads must not call MPI once that is finalised
 
 
-def test_checks_that_only_data_parallel_makes_are_not_dropped_in_silence(
+def test_checks_that_custom_loops_do_not_make_are_not_dropped_in_silence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     session = Session.__new__(Session)
     settings = Settings(verify_every=5, nonfinite="skip")
     vars(session).update(world=LosingWorld(2), settings=settings, _warned_of_checks=False)
     for _ in range(2):
-        session.warn_without_checks("pipeline_parallel")
+        session.warn_without_checks("DistributedOptimizer")
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.endswith("no effect on pipeline_parallel. Received: HVPIPE_VERIFY=5, HVPIPE_NONFINITE=skip")
+    assert told.endswith("DistributedOptimizer. Received: HVPIPE_VERIFY=5, HVPIPE_NONFINITE=skip")

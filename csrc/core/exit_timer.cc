@@ -11,6 +11,13 @@
 
 namespace hvpipe {
 
+void EndProcess(const std::string& message, const std::string& sign) {
+  std::fputs(message.c_str(), stderr);
+  std::fflush(stderr);
+  if (!sign.empty()) std::ofstream{sign};
+  _exit(1);
+}
+
 ExitTimer::ExitTimer(double limit_s, std::string message, std::string sign)
     : message_(std::move(message)), sign_(std::move(sign)), thread_([this, limit_s] { Wait(limit_s); }) {}
 
@@ -28,10 +35,7 @@ void ExitTimer::Wait(double limit_s) {
   const std::chrono::duration<double> limit(std::min(limit_s, kLongestS));
   std::unique_lock<std::mutex> lock(mutex_);
   if (wake_.wait_for(lock, limit, [this] { return stopped_; })) return;
-  std::fputs(message_.c_str(), stderr);
-  std::fflush(stderr);
-  if (!sign_.empty()) std::ofstream{sign_};
-  _exit(1);  // without the handlers of exit, which would call MPI
+  EndProcess(message_, sign_);
 }
 
 }  // namespace hvpipe

@@ -8,11 +8,14 @@
 
 namespace hvpipe {
 
+// Writes `message` to stderr, makes the file `sign` unless its name is empty, and ends the process with code
+// 1, without the handlers of exit, which would call MPI. By the sign, `hvpipe run` ends the other ranks.
+[[noreturn]] void EndProcess(const std::string& message, const std::string& sign);
+
 // MPI_Init, MPI_Comm_dup, MPI_Finalize and their like wait for other ranks, and know no time limit.
 class ExitTimer {
  public:
-  // After `limit_s` seconds, writes `message` to stderr, makes the file `sign` unless its name is empty, and
-  // ends the process with code 1.
+  // Calls EndProcess after `limit_s` seconds.
   ExitTimer(double limit_s, std::string message, std::string sign);
   // Stops the timer.
   ~ExitTimer();

@@ -164,7 +164,7 @@ void BindNamedCalls(nb::module_& module) {
             return Run(self, Kind::kRemoveSet, "remove_process_set", 0, {}, number).number >= 0;
           },
           nb::arg("number"))
-      .def("watch_with", &CallService::WatchWith, nb::arg("engine"), nb::arg("warn_s"))
+      .def("watch_with", &CallService::WatchWith, nb::arg("engine"), nb::arg("warn_s"), nb::arg("sign"))
       .def("ranks_of", &CallService::RanksOf, nb::arg("process_set"))
       .def("sets", &CallService::Sets)
       .def("leave", &CallService::Leave, nb::call_guard<nb::gil_scoped_release>())

@@ -25,9 +25,11 @@ class CallService {
 
   // Start a call; its `done` tells how it ended. Does not wait.
   virtual void Submit(Call call) = 0;
-  // Let this watchdog know of calls that wait longer than `warn_s`. Before the first call; by default, the
-  // library that runs the calls reports them itself.
-  virtual void WatchWith(const std::shared_ptr<Engine>& /*engine*/, double /*warn_s*/) {}
+  // Let this watchdog know of calls that wait longer than `warn_s`, and end the process with EndProcess if
+  // MPI holds the service's thread for too long. Before the first call; by default, the library that runs the
+  // calls reports them itself.
+  virtual void WatchWith(const std::shared_ptr<Engine>& /*engine*/, double /*warn_s*/,
+                         const std::string& /*sign*/) {}
   // Submit and wait; returns the response or throws CallError. `interrupt` is called some 20 times a second
   // and may throw.
   Response Run(Call call, const std::function<void()>& interrupt);

@@ -1,16 +1,15 @@
 // The service thread: tells rank 0 about calls, and runs what it answers.
 #include "named/named_calls.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
+#include <cmath>
 #include <numeric>
 #include <string>
 
 #include "core/engine.h"
 #include "core/event_log.h"
+#include "core/exit_timer.h"
 #include "core/mpi_error.h"
 
 namespace hvpipe::named {
@@ -105,8 +104,9 @@ std::vector<int> NamedCalls::Sets() const {
   return numbers;
 }
 
-void NamedCalls::WatchWith(const std::shared_ptr<Engine>& engine, double warn_s) {
+void NamedCalls::WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign) {
   engine_ = engine;
+  end_sign_ = sign;
   warn_s_ = warn_s;
   Watchdog::Others watched;
   watched.waits_now = [self = weak_from_this()]() -> std::optional<Stall> {
@@ -135,13 +135,11 @@ void NamedCalls::LoseProcess(const Error& error) {
 void NamedCalls::EndIfStuck() const {
   const std::lock_guard<std::mutex> lock(under_way_mutex_);
   if (in_mpi_since_s_ == 0 || Now() - in_mpi_since_s_ < in_mpi_limit_s_) return;
-  std::fprintf(stderr,
-               "\nhvpipe: rank %d of %d waited %.0f s inside MPI in %s: every rank should take part sooner "
-               "(HVPIPE_TIMEOUT). Received: nothing from at least one rank. Has it ended, or does "
-               "it hang? This rank exits with code 1.\n",
-               rank_, size_, Now() - in_mpi_since_s_, in_mpi_.c_str());
-  std::fflush(stderr);
-  _exit(1);  // without the handlers of exit, which would call MPI
+  EndProcess("\nhvpipe: rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " waited " +
+                 std::to_string(std::lround(Now() - in_mpi_since_s_)) + " s inside MPI in " + in_mpi_ +
+                 ": every rank should take part sooner (HVPIPE_TIMEOUT). Received: nothing from at least one "
+                 "rank. Has it ended, or does it hang? This rank exits with code 1.\n",
+             end_sign_);
 }
 
 Stall NamedCalls::StallOf(const UnderWay& under_way, double now_s) const {

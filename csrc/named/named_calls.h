@@ -37,7 +37,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   NamedCalls(MPI_Comm world, double timeout_s);
   ~NamedCalls() override;
 
-  void WatchWith(const std::shared_ptr<Engine>& engine, double warn_s) override;
+  void WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign) override;
   void Submit(Call call) override;
   void Leave() override;
   void Stop() override;
@@ -107,6 +107,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
 
   std::weak_ptr<Engine> engine_;  // has the watchdog
   double warn_s_ = 0;             // 0: nobody is told of waits
+  std::string end_sign_;          // for EndProcess
   double looked_s_ = 0;           // for long waits
 
   mutable std::mutex under_way_mutex_;  // for changes, and for looks of other threads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ TOO_FEW = 69
 
 _STOP = "stop"
 _CHECKPOINT = "checkpoint"
+_CHECKPOINTS = "checkpoints"
 
 
 def ask_to_stop(folder: Path) -> None:
@@ -77,11 +79,11 @@ def errors(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("error-*"))]
 
 
-def tell_joined(folder: Path | None, ended: bool = False) -> None:
-    """Tell `hvpipe run` that a rank has joined the others, or has ended properly."""
+def tell_joined(folder: Path | None) -> None:
+    """Tell `hvpipe run` that a rank has joined the others."""
     if folder is not None:
         with contextlib.suppress(OSError):
-            (folder / ("ended" if ended else "joined")).touch()
+            (folder / "joined").touch()
 
 
 def any_joined(folder: Path) -> bool:
@@ -89,9 +91,32 @@ def any_joined(folder: Path) -> bool:
     return (folder / "joined").exists()
 
 
-def any_ended(folder: Path) -> bool:
-    """Tell whether a rank of this host has ended properly."""
-    return (folder / "ended").exists()
+def tell_checkpoints(folder: Path, checkpoints: Path) -> None:
+    """Tell `hvpipe run` where ranks of other hosts leave what they have to tell."""
+    with contextlib.suppress(OSError), atomic_file(folder / _CHECKPOINTS) as file:
+        file.write(os.fsencode(checkpoints.absolute()))
+
+
+def tell_end(job: str | None, checkpoints: Path | None) -> None:
+    """Tell `hvpipe run` that a rank has ended properly.
+
+    Args:
+        job: The job folder, which may be another host's; None outside of `hvpipe run`.
+        checkpoints: The folder of checkpoints, which all hosts share; None if there is none.
+    """
+    place = _place(job, checkpoints) if job else None
+    if job and place is not None:
+        with contextlib.suppress(OSError):
+            (place / _end_file(job)).touch()
+
+
+def read_end(job: Path) -> bool:
+    """Tell whether `tell_end` has told of an end of this job."""
+    paths = [folder / _end_file(str(job)) for folder in _places(job)]
+    found = [path for path in paths if path.exists()]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return bool(found)
 
 
 @dataclass(frozen=True)
@@ -111,16 +136,16 @@ def tell_loss(job: str, checkpoints: Path, ranks: Sequence[int], step: int) -> N
         ranks: The ranks that are lost.
         step: The step that the job was in.
     """
-    folder = Path(job) if Path(job).is_dir() else checkpoints
-    with contextlib.suppress(OSError), atomic_file(folder / _loss_file(job)) as file:
+    place = _place(job, checkpoints)
+    assert place is not None
+    with contextlib.suppress(OSError), atomic_file(place / _loss_file(job)) as file:
         file.write(json.dumps({"ranks": list(ranks), "step": step}).encode())
 
 
 def read_loss(job: Path) -> Loss | None:
     """Return what `tell_loss` has told of this job; None if it has not."""
     found = None
-    checkpoint = last_checkpoint(job)
-    for folder in (job, *([Path(checkpoint).parent] if checkpoint else [])):
+    for folder in _places(job):
         path = folder / _loss_file(str(job))
         if path.exists():
             told = json.loads(path.read_text())
@@ -129,5 +154,22 @@ def read_loss(job: Path) -> Loss | None:
     return found
 
 
+def _place(job: str, checkpoints: Path | None) -> Path | None:
+    """Return where a rank tells something: in the job folder, or else beside the checkpoints."""
+    return Path(job) if Path(job).is_dir() else checkpoints
+
+
+def _places(job: Path) -> list[Path]:
+    """Return where ranks may have told something."""
+    told = job / _CHECKPOINTS
+    with contextlib.suppress(OSError):
+        return [job, Path(os.fsdecode(told.read_bytes()))]
+    return [job]
+
+
 def _loss_file(job: str) -> str:
     return f"lost-{Path(job).name}.json"
+
+
+def _end_file(job: str) -> str:
+    return f"ended-{Path(job).name}"

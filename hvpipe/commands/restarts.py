@@ -16,10 +16,10 @@ from hvpipe.comm.job_folder import (
     STOPPED,
     TOO_FEW,
     Loss,
-    any_ended,
     any_joined,
     errors,
     last_checkpoint,
+    read_end,
     read_loss,
 )
 from hvpipe.commands import join, lost_hosts
@@ -67,6 +67,8 @@ class Restarting:
             raise LaunchError(f"--restarts should be at least 0. Received: {options.restarts}")
         if not (math.isfinite(options.grace) and options.grace >= 0):
             raise LaunchError(f"--grace should be a number of seconds. Received: {options.grace}")
+        self._before_join: join.Places | None = None
+        """The places that the job goes back to if it cannot start with those of `hvpipe join`."""
         self._restarts = options.restarts
         self._flight_folder = getattr(options, "flight_recorder", None)
         self._grace = Grace(checkpoint_s=options.grace)
@@ -82,7 +84,8 @@ class Restarting:
                 join.register(Path(folder), self.places, self._agent)
                 earlier = self._records()
                 outcome = supervise_job(command, environ, Path(folder), self._grace)
-                if outcome.code == 0 and self._lacks_an_end(Path(folder)):
+                ended = read_end(Path(folder))
+                if outcome.code == 0 and not ended and self._lacks_an_end(Path(folder)):
                     outcome = replace(outcome, code=1)
                     print(_NO_END, file=sys.stderr, flush=True)
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
@@ -91,8 +94,20 @@ class Restarting:
                 checkpoint = last_checkpoint(Path(folder))
                 wanted = join.wanted(Path(folder))
                 loss = read_loss(Path(folder))
+                started = any_joined(Path(folder))
+            before, self._before_join = self._before_join, None
+            if outcome.code not in (0, STOPPED) and not (outcome.asked or started or before is None):
+                print(
+                    f"hvpipe run: the job could not start with {self.places}. It goes back to {before}.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self.places, self.joined = before, True
+                return outcome.code
             if outcome.code == STOPPED and not outcome.asked and (wanted or loss):
-                if loss is not None:
+                if loss is None:
+                    self._before_join = self.places
+                else:
                     wanted = wanted or self.places.without(loss.ranks)
                     _tell_loss(loss, checkpoint)
                 assert wanted is not None
@@ -113,9 +128,10 @@ class Restarting:
         raise AssertionError
 
     def _lacks_an_end(self, folder: Path) -> bool:
-        """Tell whether a job whose launcher ended with 0 has failed: Open MPI does so if it loses a host."""
-        if any_ended(folder):
-            return False
+        """Tell whether a job has failed whose launcher ended with 0, and none of whose ranks told of an end.
+
+        Open MPI ends with 0 if it loses a host.
+        """
         # If no rank is here, only the hosts can tell.
         return any_joined(folder) or (
             self._elastic and bool(lost_hosts.unreachable(self.places.hosts, self._agent))

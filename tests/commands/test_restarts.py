@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvpipe.comm.job_folder import Loss, read_loss, tell_checkpoint, tell_loss
+from hvpipe.comm.job_folder import Loss, read_end, read_loss, tell_checkpoints, tell_end, tell_loss
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.commands.join import Places
 from hvpipe.commands.lost_hosts import is_this_host
@@ -29,10 +29,11 @@ what = sys.argv[2].split(",")[start]
 if "c" in what: (folder / "checkpoint").write_text(f"run/{start}" if "l" not in what else "run/0000000020-ab")
 if "e" in what: (folder / "error-1").write_text("ValueError on rank 1: a bug")
 if "j" in what: (folder / "joined").touch()
-if "d" in what: (folder / "ended").touch()
+if "d" in what: (folder / f"ended-{folder.name}").touch()
+if "w" in what: (folder / "wanted.json").write_text('{"pid": 1, "ranks": 3, "hosts": []}')
 if "l" in what: (folder / f"lost-{folder.name}.json").write_text('{"ranks": [1], "step": 24}')
 if "p" in what: (folder / "error-0").write_text("PeerError on rank 0: rank 1 is gone")
-sys.exit(int(what.strip("cepljd")))
+sys.exit(int(what.strip("cepljdw")))
 """
 
 
@@ -85,6 +86,28 @@ def test_a_pipeline_lost_a_rank(
     assert f"rank 1 was lost in step 24. The pipeline {says}" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("starts", "code", "ranks", "says"),
+    [
+        ("75w,1,0jd", 0, [2, 3, 2], "could not start with 3 ranks. It goes back to 2 ranks"),
+        ("75w,1j", 1, [2, 3], ""),  # it started, so the failure has another reason
+        ("75w,0jd", 0, [2, 3], ""),
+    ],
+)
+def test_a_job_that_cannot_start_with_more_ranks(
+    starts: str, code: int, ranks: list[int], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Restarting(argparse.Namespace(restarts=0, grace=1.0), Places(2))
+    seen = []
+    while True:
+        seen.append(job.places.ranks)
+        last = job([sys.executable, "-c", PROGRAM, str(tmp_path / "count"), starts], os.environ)
+        if not job.joined:
+            break
+    assert (seen, last) == (ranks, code)
+    assert says in capfd.readouterr().err
+
+
 def on_hosts(tmp_path: Path, least: int, broken: str) -> Restarting:
     """Return an elastic job on a, b and c, of which one cannot be reached."""
     agent = tmp_path / "agent"
@@ -116,20 +139,27 @@ def test_names_of_this_host(name: str, is_own: bool) -> None:
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_a_loss_is_told_through_the_folder_that_the_hosts_share(tmp_path: Path, here: bool) -> None:
-    """Regression: if the ranks of this host were lost, nobody told, and the job did not start again."""
+def test_what_ranks_of_another_host_tell_goes_through_the_folder_that_the_hosts_share(
+    tmp_path: Path, here: bool
+) -> None:
+    """Regression: if the ranks of this host were lost, nobody told of a loss or of the job's end."""
     job, checkpoints = tmp_path / "hvpipe-run-x", tmp_path / "checkpoints"
     job.mkdir()
     checkpoints.mkdir()
-    tell_checkpoint(job, checkpoints / "0000000020-ab")
+    tell_checkpoints(job, checkpoints)
     name = str(job)
     if not here:
         job.rename(tmp_path / "elsewhere")
     tell_loss(name, checkpoints, [1], 24)
+    tell_end(name, checkpoints)
     if not here:
         (tmp_path / "elsewhere").rename(job)
     assert read_loss(job) == Loss((1,), 24)
     assert read_loss(job) is None
+    assert read_end(job)
+    assert not read_end(job)
+    assert not any(checkpoints.iterdir())
+    tell_end(str(tmp_path / "elsewhere"), None)  # nobody could be told
 
 
 @pytest.mark.parametrize(("least", "code", "left"), [(2, 1, 2), (3, 69, 4)])

@@ -17,7 +17,7 @@ from hvpipe.checkpoints.every import Every
 from hvpipe.checkpoints.manifest import Manifest, Position
 from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
-from hvpipe.comm.job_folder import STOPPED, TOO_FEW
+from hvpipe.comm.job_folder import STOPPED, TOO_FEW, tell_checkpoints
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.boundary_requests import BUSY, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
@@ -96,6 +96,9 @@ class CheckpointedFit:
         self._length = params.get("steps")
         self._timer = CheckpointTimer(options.every, session.engine, world.rank, self._step)
         self._count_ranks()
+        if session.settings.job_folder is not None:
+            tell_checkpoints(session.settings.job_folder, options.folder)
+        session.checkpoints = options.folder
         self._stop = StopRequest(session.settings.job_folder, world.rank)
         self._open.enter_context(self._stop.listening())
         self._samples_at_begin = self._samples_at_epoch = self._state.samples()

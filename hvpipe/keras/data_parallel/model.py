@@ -34,10 +34,11 @@ from hvpipe.keras.data_parallel.compressed_reduce import check_gradient_compress
 from hvpipe.keras.data_parallel.elastic import check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
 from hvpipe.keras.data_parallel.local_rounds import RoundOptions, check_local, check_no_rounds, round_options
-from hvpipe.keras.data_parallel.nonfinite import check_policy
+from hvpipe.keras.data_parallel.nonfinite import chosen_policy
 from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named
 from hvpipe.keras.data_parallel.shards import same_length, source_of
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
+from hvpipe.keras.data_parallel.verify import chosen_interval
 from hvpipe.keras.fit_call import FitCall, in_order, running
 from hvpipe.keras.initial_state import (
     broadcast_model,
@@ -177,12 +178,8 @@ def data_parallel(
         previous.detach()
     if bucket_bytes is not None and bucket_bytes < 1:
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
-    if verify_every is not None and verify_every < 1:
-        raise HvpipeError(f"verify_every should be positive. Received: verify_every={verify_every}")
-    if verify_every is None:
-        verify_every = session.settings.verify_every
-    nonfinite = session.settings.nonfinite if nonfinite is None else nonfinite
-    check_policy(nonfinite)
+    verify_every = chosen_interval(session, verify_every)
+    nonfinite = chosen_policy(session, nonfinite)
     if not mode.reduces_gradients:
         check_local(nonfinite, verify_every, sync_batch_norm)
     if sync_batch_norm:

@@ -19,17 +19,70 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import step_count, trained_variables
 from hvpipe.keras.variables import name_of
+from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
 
 POLICIES = ("raise", "skip", "ignore")
 
 
-def check_policy(policy: str) -> None:
-    """Raise HvpipeError if there is no such policy."""
+def chosen_policy(session: Session, nonfinite: str | None) -> str:
+    """Return the policy: the argument's value, else the setting's. Raises HvpipeError for an unknown one."""
+    policy = session.settings.nonfinite if nonfinite is None else nonfinite
     if policy not in POLICIES:
         wanted = ", ".join(map(repr, POLICIES))
         raise HvpipeError(f"nonfinite should be one of {wanted}. Received: nonfinite={policy!r}")
+    return policy
+
+
+def check_no_loss_scaling(policy: str, optimizer: Any) -> None:
+    """Raise HvpipeError if the optimizer has a policy of its own."""
+    if policy != "ignore" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise HvpipeError(
+            "A LossScaleOptimizer skips steps with NaN or Inf itself: use nonfinite='ignore'. "
+            f"Received: nonfinite={policy!r} with optimizer {optimizer.name}"
+        )
+
+
+class SkippedSteps:
+    """Raises an error for a step whose gradients were not finite, or counts it and warns.
+
+    Args:
+        policy: "raise" or "skip".
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self._skipped = 0
+
+    def tell(self, names: Sequence[str], step: int, rank: int) -> None:
+        """Tell of a step. All ranks call this, with the same `names` and `step`.
+
+        Args:
+            names: The variables whose gradients were not finite, the first one first.
+            step: The number of the step, from 1.
+            rank: This rank.
+
+        Raises:
+            HvpipeError: With "raise".
+        """
+        others = len(names) - 1
+        found = f"NaN or Inf in the sum of all ranks' gradients of {names[0]}" + (
+            f" and {others} other variable{'s' if others > 1 else ''}" if others else ""
+        )
+        if self._policy == "raise":
+            raise HvpipeError(
+                f"Gradients should be finite. Received: {found}, at step {step}. These variables were not "
+                "updated. Look at this step's batch and at the learning rate, or continue from a checkpoint"
+            )
+        self._skipped += 1
+        if rank == 0 and self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th time
+            logger.warning(
+                "hvpipe: skipped step %d on all ranks (skipped so far: %d). Received: %s",
+                step,
+                self._skipped,
+                found,
+            )
 
 
 class NonfiniteGuard:
@@ -41,18 +94,13 @@ class NonfiniteGuard:
     """
 
     def __init__(self, policy: str, optimizer: Any) -> None:
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise HvpipeError(
-                "A LossScaleOptimizer skips steps with NaN or Inf itself: use nonfinite='ignore'. "
-                f"Received: nonfinite={policy!r} with optimizer {optimizer.name}"
-            )
+        check_no_loss_scaling(policy, optimizer)
         self.waits_for_all = policy == "skip"
         """Whether an update needs all gradients: a step is skipped as a whole."""
-        self._policy = policy
+        self._skipped_steps = SkippedSteps(policy)
         # A flag for each variable. One tensor for each update, so that updates do not wait for each other.
         self._flags: dict[int, tuple[Any, list[Any]]] = {}
         self._any: Any = None
-        self._skipped = 0
 
     def if_finite(
         self,
@@ -96,22 +144,7 @@ class NonfiniteGuard:
         ]
         for flags, _ in self._flags.values():
             flags.assign(tf.zeros_like(flags))
-        found = f"NaN or Inf in the sum of all ranks' gradients of {names[0]}" + (
-            f" and {len(names) - 1} other variables" if len(names) > 1 else ""
-        )
-        if self._policy == "raise":
-            raise HvpipeError(
-                f"Gradients should be finite. Received: {found}, at step {step}. These variables were not "
-                "updated. Look at this step's batch and at the learning rate, or continue from a checkpoint"
-            )
-        self._skipped += 1
-        if rank == 0 and self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th time
-            logger.warning(
-                "hvpipe: skipped step %d on all ranks (skipped so far: %d). Received: %s",
-                step,
-                self._skipped,
-                found,
-            )
+        self._skipped_steps.tell(names, step, rank)
 
     def _any_flag(self) -> Any:
         if self._any is None:

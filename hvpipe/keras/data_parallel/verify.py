@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvpipe.errors import MismatchError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.compat import layers_in, own_statistics
 from hvpipe.keras.initial_state import shared_slots
 from hvpipe.keras.variables import name_of
 from hvpipe.session import Session
+
+
+def chosen_interval(session: Session, verify_every: int | None) -> int:
+    """Return after how many steps to compare: the argument's value, else the setting's; 0: never."""
+    if verify_every is not None and verify_every < 1:
+        raise HvpipeError(f"verify_every should be positive. Received: verify_every={verify_every}")
+    return session.settings.verify_every if verify_every is None else verify_every
 
 
 def checksum(variable: Any) -> int:
@@ -39,13 +46,26 @@ def verify_equal(session: Session, variables: Sequence[Any], step: int) -> None:
     different = [place for place, sums in enumerate(everyone.T) if len(set(sums.tolist())) > 1]
     if not different:
         return
-    sums = everyone.T[different[0]].tolist()
+    sums = dict(enumerate(everyone.T[different[0]].tolist()))
+    raise difference(step, name_of(variables[different[0]]), sums, len(different), len(variables))
+
+
+def difference(step: int, name: str, sums: Mapping[int, int], different: int, compared: int) -> MismatchError:
+    """Return the error for variables that differ between ranks.
+
+    Args:
+        step: The step after which they differ.
+        name: The first variable that differs.
+        sums: Its checksum on each rank that holds it, by rank, ascending.
+        different: How many variables differ.
+        compared: How many were compared.
+    """
     # Where two values are equally frequent, that of the lowest rank counts as right.
-    usual, _ = Counter(sums).most_common(1)[0]
-    odd = ", ".join(str(rank) for rank, found in enumerate(sums) if found != usual)
-    raise MismatchError(
+    usual, _ = Counter(sums.values()).most_common(1)[0]
+    odd = ", ".join(str(rank) for rank, found in sums.items() if found != usual)
+    return MismatchError(
         f"All ranks should have the same weights after step {step}. Look for a rank that sets weights on its "
         "own, for faulty memory, or for an update outside of fit. "
-        f"Received: {name_of(variables[different[0]])} differs on rank {odd} from the other ranks; in all "
-        f"{len(different)} of {len(variables)} variables differ"
+        f"Received: {name} differs on rank {odd} from the other ranks; in all "
+        f"{different} of {compared} variables differ"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvpipe.keras.pipeline.layout import Layout
 from hvpipe.keras.pipeline.shared_variables import SharedVariables
+from hvpipe.keras.pipeline.step_checks import StepChecks
 from hvpipe.keras.pipeline.step_undo import StepUndo
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.session import Session
@@ -25,6 +26,7 @@ class PipelineContext:
         recomputes: Tells whether a stage runs its forward again in the backward.
         channel: Sends tensors between ranks. All steps share one, because both ends count the messages.
         samples: A variable that holds the number of samples in the current step's batch.
+        checks: Looks for NaN and Inf, and compares copies of weights.
         undo: Takes back a step that the loss of a rank has ended; None where a loss also loses a stage.
     """
 
@@ -35,6 +37,7 @@ class PipelineContext:
     recomputes: Callable[[int], bool]
     channel: TensorChannel
     samples: Any
+    checks: StepChecks
     undo: StepUndo | None
 
     @property

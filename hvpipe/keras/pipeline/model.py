@@ -43,6 +43,7 @@ from hvpipe.keras.pipeline.rank_driver import RankDriver, RankDrivers
 from hvpipe.keras.pipeline.saving import PipelineSaving
 from hvpipe.keras.pipeline.shared_variables import SharedVariables
 from hvpipe.keras.pipeline.step import StepResult
+from hvpipe.keras.pipeline.step_checks import StepChecks, step_checks
 from hvpipe.keras.pipeline.step_undo import StepUndo
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.keras.supported import described_type, of_keras_2
@@ -63,6 +64,8 @@ def pipeline_parallel(
     recompute: bool | Sequence[int] | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     cluster: Cluster | str | os.PathLike[str] | None = None,
+    verify_every: int | None = None,
+    nonfinite: str | None = None,
 ) -> PipelineParallel:
     """Cut a Keras model into stages and spread them over the ranks; collective.
 
@@ -88,13 +91,19 @@ def pipeline_parallel(
         profile: The costs of the layers, or the path of the file from `hvpipe profile`. Default: rough costs
             from the layers' shapes.
         cluster: The devices and links, or the path of a file. Default: equal devices.
+        verify_every: After every so many steps, compare a checksum of what several ranks hold: the weights
+            and slots of replicas and of layers that stages share. None: HVPIPE_VERIFY, or never.
+        nonfinite: What to do if a gradient has a NaN or Inf on any rank. "raise": raise HvpipeError on all
+            ranks, before any rank updates its weights. "skip": no rank updates. "ignore": update all the
+            same. None: HVPIPE_NONFINITE, or "ignore".
 
     Returns:
         This rank's part of the model, a Keras model: `compile` and `fit` it on all ranks together.
 
     Raises:
         HvpipeError: The model has no graph, there are more stages than layers or ranks, complex numbers
-            between stages, or an argument contradicts the plan.
+            between stages, an unknown `nonfinite`, a `verify_every` below 1, or an argument contradicts the
+            plan.
         PlanError: The plan or profile is of another model, or memory does not suffice.
 
     Example:
@@ -107,7 +116,7 @@ def pipeline_parallel(
     ```
     """
     session = current()
-    session.warn_without_checks("pipeline_parallel")
+    checks = step_checks(session, nonfinite, verify_every)
     if isinstance(build_model, keras.Model):
         model, deferred = build_model, False
     elif callable(build_model) and not of_keras_2(build_model):
@@ -126,7 +135,7 @@ def pipeline_parallel(
     check_real_wires(layout.stages)
     session.engine.agree(layout.summary)
     recomputes = plan.pipelining.recomputes
-    return PipelineParallel(session, model, layout, deferred=deferred, recomputes=recomputes)
+    return PipelineParallel(session, model, layout, checks, deferred=deferred, recomputes=recomputes)
 
 
 class PipelineParallel(PipelineSaving, keras.Model):
@@ -141,6 +150,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         session: Session,
         model: Any,
         layout: Layout,
+        checks: StepChecks,
         *,
         deferred: bool,
         recomputes: Callable[[int], bool],
@@ -162,7 +172,9 @@ class PipelineParallel(PipelineSaving, keras.Model):
             weights = {id(variable) for variable in weights_of(self._stage_layers)}
             undo = StepUndo(v for v in variables_of(self._stage_layers) if id(v) not in weights)
         # Wrapped in an object, or Keras would take the model for a layer of the pipeline.
-        self._context = PipelineContext(session, model, layout, shared, recomputes, channel, samples, undo)
+        self._context = PipelineContext(
+            session, model, layout, shared, recomputes, channel, samples, checks, undo
+        )
         self.fit_call = FitCall()
         """The `fit` that runs, or the last one."""
         self.samples_trained = 0
@@ -238,6 +250,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)
         check_optimizer(self.optimizer)
+        self._context.checks.check_optimizer(self.optimizer)
         loss, metrics = compat.compiled_loss(self), compat.compiled_metrics(self)
         if loss is not None:
             compat.set_compiled_loss(self, MicrobatchLoss(loss, self._context.samples))
@@ -355,6 +368,8 @@ class PipelineParallel(PipelineSaving, keras.Model):
         session.step_durations_s.append(time.perf_counter() - start_s)
         self._has_trained = True
         self.samples_trained += batch.samples
+        if self._context.checks.end_step():
+            self._context.checks.verify(self.rank_state())
         return result
 
     def _evaluate(self, structure: Any, batch: Batch) -> StepResult:

@@ -107,6 +107,7 @@ class RankDriver:
                 self.functions,
                 context.shared,
                 self._coverage().variables,
+                context.checks,
                 together=context.undo is not None,
             )
         update = self._update

@@ -17,6 +17,7 @@ from hvpipe.keras import compat
 from hvpipe.keras.graph.stage import StageFunctions
 from hvpipe.keras.pipeline.optimizer_settings import clipping_optimizer
 from hvpipe.keras.pipeline.shared_variables import SharedVariables
+from hvpipe.keras.pipeline.step_checks import StepChecks
 from hvpipe.plan.buckets import cut_buckets, fitting_bytes
 from hvpipe.session import Session
 
@@ -45,6 +46,7 @@ class PipelineUpdate:
         functions: Mapping[int, StageFunctions],
         shared: SharedVariables,
         with_gradient: Collection[int],
+        checks: StepChecks,
         *,
         together: bool = False,
     ) -> None:
@@ -58,10 +60,12 @@ class PipelineUpdate:
             functions: The functions of this rank's stages, by stage.
             shared: The variables that several ranks hold.
             with_gradient: The ids of variables that get a gradient on any rank.
+            checks: Says whether gradients must be finite.
             together: Whether no rank updates its weights before all ranks can. If a rank is lost within a
                 step, then all others are still at the step before.
         """
         self._session = session
+        self._checks = checks
         self._together = together
         self._optimizer = optimizer
         self._functions = functions
@@ -160,9 +164,10 @@ class PipelineUpdate:
                 gradients[index] = self._local_gradient(index)
         norm = self._global_norm(gradients)
         finite = self._all_finite(gradients)
-        if self._together:
-            self._session.engine.agree("the update of all ranks' weights")
-        if not self.variables:
+        if not finite and self._checks.looks_at_gradients:
+            if clipping_optimizer(self._optimizer).gradient_accumulation_steps:
+                compat.step_count(self._optimizer).assign_add(1)
+        elif not self.variables:
             self._count_step(finite)
         else:
             self._apply(norm, tf.constant(1.0 if finite else np.nan), *gradients)
@@ -195,14 +200,25 @@ class PipelineUpdate:
         return tf.constant(float(np.sqrt(sum(everyone))) / self.loss_scale)
 
     def _all_finite(self, gradients: Sequence[Any]) -> bool:
-        """Return whether the gradients of all ranks are finite; True without dynamic loss scaling.
+        """Return whether the gradients of all ranks are finite, or nobody asks; collective.
 
-        Dynamic loss scaling skips a step if its gradients are not finite. All ranks must skip the same steps.
+        If they are not, all ranks must skip the same steps.
+
+        Raises:
+            HvpipeError: They are not, and `nonfinite` is "raise".
         """
-        if not isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer):
+        looks = self._checks.looks_at_gradients
+        bad: list[str] = []
+        if looks or isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer):
+            finite = [bool(tf.reduce_all(tf.math.is_finite(g))) for g in gradients]
+            bad = [v.path for v, good in zip(self.variables, finite, strict=True) if not good]
+        elif not self._together:
             return True
-        mine = all(bool(tf.reduce_all(tf.math.is_finite(g))) for g in gradients)
-        return not any(self._session.engine.agree("whether all gradients are finite", 0.0 if mine else 1.0))
+        if not any(self._session.engine.agree("the update of all ranks' weights", float(len(bad)))):
+            return True
+        if looks:
+            self._checks.tell_nonfinite(bad)
+        return False
 
     def _count_step(self, finite: bool) -> None:
         """Advance the optimizer on a rank that has no gradient, as on the other ranks.

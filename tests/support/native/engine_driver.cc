@@ -152,7 +152,7 @@ void Run(const hvpipe::EngineOptions& options, bool fails) {
   const auto owned = std::make_shared<Engine>(hvpipe::OverMpi(MPI_COMM_WORLD), options);
   Engine& engine = *owned;
   const auto service = std::make_shared<hvpipe::named::NamedCalls>(MPI_COMM_WORLD, options.timeout_s);
-  service->WatchWith(owned, kStallS);
+  service->WatchWith(owned, kStallS, "");
   std::atomic<bool> stop{false};
   std::thread sampler([&] {
     std::uint64_t seen = 0;

@@ -238,3 +238,40 @@ def test_clipping_over_all_stages_with_accumulation_is_refused() -> None:
     pipe = compile_as_all(hk.pipeline_parallel(small), optimizer)
     with pytest.raises(HvpipeError, match="gradient_accumulation_steps=2"):
         pipe.fit(x, y, batch_size=8, verbose=0)
+
+
+def without_loss_scaling(policy: str) -> Any:
+    return hk.pipeline_parallel(small, microbatches=2, nonfinite=policy)
+
+
+@pytest.mark.every_size
+def test_steps_with_nan_are_skipped_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights and step count are as if the batch had never been there."""
+    x, y = batches(mlp, 32)
+    spoilt = x.copy()
+    spoilt[9, 3] = np.nan
+
+    def trained(policy: str, x: Any, y: Any) -> Any:
+        keras.utils.set_random_seed(5)
+        pipe = compile_as_all(without_loss_scaling(policy), keras.optimizers.Adam(0.01))
+        pipe.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        return pipe
+
+    kept = np.r_[0:8, 16:32]
+    found, expected = trained("skip", spoilt, y), trained("ignore", x[kept], y[kept])
+    assert int(found.optimizer.iterations) == 3
+    for mine, other in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    told = [r.getMessage() for r in caplog.records if "skipped step 2 on all ranks" in r.getMessage()]
+    assert len(told) == (hvpipe.rank() == 0)
+    first = r"gradients of sequential\S*/dense\S*/kernel and 7 other variables, at step 2"
+    with pytest.raises(HvpipeError, match=first):
+        trained("raise", spoilt, y)
+    assert np.isnan(np.concatenate([w.ravel() for w in trained("ignore", spoilt, y).get_weights()])).all()
+
+
+def test_policies_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(HvpipeError, match="Received: nonfinite='stop'"):
+        without_loss_scaling("stop")
+    with pytest.raises(HvpipeError, match="skips steps with NaN or Inf itself"):
+        compile_as_all(without_loss_scaling("skip"), keras.optimizers.LossScaleOptimizer(sgd()))

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hvpipe
 import hvpipe.keras as hk
+from hvpipe.errors import MismatchError
 from hvpipe.keras.graph.layer_graph import layer_graph
 from hvpipe.keras.profiling.estimate import estimate
 from hvpipe.plan.greedy import partition
@@ -209,3 +210,26 @@ def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
     run = pipelined("mlp", keras.optimizers.SGD(0.5, global_clipnorm=0.05))
     for number, value in run.weights.items():
         np.testing.assert_allclose(value, reference[number], rtol=1e-4, atol=1e-6)
+
+
+def test_replicas_that_drift_apart_are_noticed() -> None:
+    """One rank changes a weight of a stage that it shares with others, after the third step."""
+    size = hvpipe.size()
+    if size == 1:
+        pytest.skip("replicas are several ranks")
+    x, y = batches(mlp, 32)
+    odd = size - 2  # the last replica of the first stage
+
+    def spoil(batch: int, logs: Any) -> None:
+        if batch == 2 and hvpipe.rank() == odd and size > 2:
+            pipe.trainable_variables[1].assign_add(np.full(10, 1e-6))
+
+    replicas = (size - 1, 1) if size > 2 else (2,)
+    pipe = compile_as_all(
+        hk.pipeline_parallel(mlp, microbatches=4, replicas=replicas, verify_every=2), keras.optimizers.Adam()
+    )
+    pipe.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    if size > 2:
+        spoiling = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
+        with pytest.raises(MismatchError, match=rf"after step 8\..*dense/bias differs on rank {odd} from"):
+            pipe.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[spoiling])
