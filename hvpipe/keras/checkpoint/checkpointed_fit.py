@@ -158,6 +158,7 @@ class CheckpointedFit:
         """
         try:
             asked = self._session.run_section(self._write_last)
+            self._stop.too_late = not asked
         finally:
             self.leave_model()
         self._session.engine.request(STOP, False)

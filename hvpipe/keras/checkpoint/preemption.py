@@ -24,7 +24,9 @@ class StopRequest:
     def __init__(self, job_folder: Path | None, rank: int) -> None:
         self._folder = job_folder
         self._rank = rank
-        self._received = False
+        self._received = self._signalled = False
+        self.too_late = False
+        """Whether nobody looks at `arrived` any more: a signal since then acts as one after `fit`."""
 
     def arrived(self) -> bool:
         """Return whether this rank has been asked to stop."""
@@ -41,14 +43,19 @@ class StopRequest:
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 self._before: Any = signal.signal(signal.SIGTERM, self._on_signal) or signal.SIG_DFL
+                stack.callback(self._send_again)
                 stack.callback(self._act_as_before)
             if self._folder is not None:
                 stack.enter_context(listening(self._folder, self._rank))
             yield
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._received = True
+        self._received = self._signalled = True
         self._act_as_before()
+
+    def _send_again(self) -> None:
+        if self._signalled and self.too_late:
+            signal.raise_signal(signal.SIGTERM)
 
     def _act_as_before(self) -> None:
         signal.signal(signal.SIGTERM, self._before)

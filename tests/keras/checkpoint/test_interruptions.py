@@ -218,3 +218,19 @@ def test_the_recorder_notices_sigterm_after_a_checkpoint(monkeypatch: pytest.Mon
         os.kill(os.getpid(), signal.SIGTERM)
         assert marked == [before]
     assert marked == [before, before]
+
+
+@pytest.mark.parametrize("too_late", [False, True])
+def test_a_signal_after_the_ranks_have_agreed_is_not_lost(too_late: bool) -> None:
+    """Regression: it came too late to stop the ranks together, and `fit` dropped it."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        stop = StopRequest(None, 0)
+        with stop.listening():
+            stop.too_late = too_late
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not got
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == [signal.SIGTERM] * too_late
