@@ -31,8 +31,8 @@ epoch_ends: list[int] = []  # how many steps came before the end of each epoch
 def maybe_die(phase: str) -> None:
     """Die in this phase of the step if that was asked for.
 
-    Phases are "begin", "forward", "backward", "update", "end" and "epoch_end". "after0.01" is 0.01 s after
-    "begin".
+    Phases are "begin", "forward", "backward", "update", "end", "validate" and "epoch_end". "after0.01" is
+    0.01 s after "begin".
     """
     if (step, phase) in kill_at:
         time.sleep(0.02)  # other ranks go on as far as they can
@@ -97,6 +97,9 @@ class Counts(keras.callbacks.Callback):
         ends_s.append(time.time())
         maybe_die("end")
 
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        maybe_die("validate")
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         epoch_ends.append(int(self.model.optimizer.iterations.numpy()))
         maybe_die("epoch_end")
@@ -155,6 +158,14 @@ def reference(
     return model.get_weights()
 
 
+def validated(weights: Sequence[Any], size: int) -> float:
+    """Return the loss of a model on the batches that so many ranks share."""
+    model = make_model(False)
+    model.set_weights(weights)
+    x, y = (np.concatenate(part) for part in zip(*make_batches()[: BATCHES // size * size], strict=True))
+    return float(model.evaluate(x, y, batch_size=BATCH, verbose=0))
+
+
 def main(overlap: str, kills: list[str]) -> None:
     """Train as one rank."""
     import hvpipe
@@ -177,13 +188,15 @@ def main(overlap: str, kills: list[str]) -> None:
         changes.append((int(model.optimizer.iterations.numpy()), change.size, change.lost))
 
     extra = [hk.Checkpoint(folder / "checkpoints", every=10_000)] if os.environ.get("CHECKPOINTS") else []
-    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[Counts(), *extra])
+    again = hk.shard(tf.data.Dataset.from_tensor_slices((x, y)))
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[Counts(), *extra], validation_data=again)
     np.savez(folder / f"rank-{first_rank}.npz", *model.get_weights())
     told = {
         "rank": hvpipe.rank(),
         "size": hvpipe.size(),
         "changes": changes,
         "epochs": len(history.history["loss"]),
+        "val_loss": history.history["val_loss"],
         "epoch_ends": epoch_ends,
         "ends_s": ends_s,
         "rate": float(model.optimizer.learning_rate.numpy()),

@@ -196,6 +196,8 @@ NB_MODULE(_engine, m) {
   using namespace hvpipe::python;
   nb::register_exception_translator(TranslateError);
   BindNamedCalls(m);
+  // A session keeps some objects until the process ends: freeing them could wait for a lost rank.
+  nb::set_leak_warnings(false);
   EngineClass engine(m, "Engine");
   BindEngine(engine);
   BindBuckets(engine);

@@ -20,8 +20,12 @@ _FROZEN_S = 2.0
 """A recorder notes that its rank did not run for this long."""
 _THAWED_S = 3.0
 """The launcher wakes a stopped rank up to end it."""
+_ALONE_S = 0.05
+"""The launcher sends SIGTERM to all ranks within a shorter time."""
 _MOST_NAMED = 8
 _WORTH_SAYING_S = 0.5
+_ABORTED, _BY_SIGNAL = 1, 128
+"""Codes of jobs that a rank has aborted, and of those that a signal has ended begin here."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,9 @@ def first_to_end(flights: Sequence[Flight]) -> Flight | None:
     first = min(own, key=_end_s, default=None)
     lost = [one.ended_s for one in flights if one.ended_s is not None and _lost_a_peer(one)]
     launcher = [one.ended_s for one in flights if one.ended_s is not None and one.signal == signal.SIGTERM]
+    if len(launcher) == len(flights) > 1:
+        sooner, later = sorted(flights, key=_end_s)[:2]
+        return sooner if _end_s(later) - _end_s(sooner) > _ALONE_S else None
     # Ranks that the launcher killed also end without a word, but after others have noticed the loss.
     known_s = min([*([_end_s(first)] if first else []), *lost, *launcher], default=None)
     silent = [one for one in flights if one.ended_s is None]
@@ -136,13 +143,18 @@ def to_text(records: Records) -> str:
     return "\n".join(lines)
 
 
-def verdict(flights: Sequence[Flight]) -> str:
-    """Return who ended first and why, and who waited for it, in one or two sentences."""
+def verdict(flights: Sequence[Flight], code: int | None = None) -> str:
+    """Return who ended first and why, and who waited for it, in one or two sentences.
+
+    Args:
+        flights: The recorders.
+        code: The exit code of the job, if it is known.
+    """
     first = first_to_end(flights)
     waiting = {one.rank: wait for one in flights if one is not first and (wait := open_wait(one)) is not None}
     if first is not None:
         steps = f" after {first.steps} steps" if first.steps else ""
-        said = f"{_name(first)} ended first{steps}, {_end_words(first)}"
+        said = f"{_name(first)} ended first{steps}, {_end_words(first, code, first=True)}"
     else:
         late = [one.rank for one in flights if one.rank not in waiting]
         if frozen := [one for one in flights if _ended_frozen(one)]:
@@ -211,17 +223,22 @@ def _ended_by_itself(flight: Flight) -> bool:
     return flight.ended_s is not None and flight.signal != signal.SIGTERM and not _lost_a_peer(flight)
 
 
-def _end_words(flight: Flight) -> str:
+def _end_words(flight: Flight, code: int | None = None, first: bool = False) -> str:
     at = _clock(_end_s(flight))
     if flight.ended_s is None:
+        said = f"without a word, its last sign of life at {at}: "
+        if code is not None and _ABORTED < code < _BY_SIGNAL:
+            return f"{said}it exited with code {code}, without an exception (os._exit, or a library's exit)"
         return (
-            f"without a word, its last sign of life at {at}: it was killed (SIGKILL, or the host's memory "
-            "was used up) or stopped, or its host was lost"
+            f"{said}it was killed (SIGKILL, or the host's memory was used up) or stopped, it left by "
+            "os._exit, or its host was lost"
         )
     if flight.why:
         return f"at {at} by {flight.why.partition(chr(10))[0]}"
     if flight.signal == signal.SIGTERM:
-        return f"at {at} by SIGTERM, as the launcher ends the others"
+        return f"at {at} by SIGTERM, " + (
+            "which came to this rank first" if first else "as the launcher ends the others"
+        )
     return f"at {at} by a crash: {_signal_name(flight.signal)}"
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +21,53 @@ STOPPED = 75
 TOO_FEW = 69
 """What ranks exit with if fewer than --min-np are left: EX_UNAVAILABLE of sysexits.h."""
 
+PREFIX = "hvpipe-run-"
+"""What the names of job folders begin with."""
+
+_OLD_S = 24 * 3600.0
+
 _STOP = "stop"
 _CHECKPOINT = "checkpoint"
 _CHECKPOINTS = "checkpoints"
 
 
+@contextlib.contextmanager
+def new_job_folder() -> Iterator[Path]:
+    """Make a job folder, and remove it afterwards, with those that killed jobs have left.
+
+    Meanwhile it is locked. So systemd-tmpfiles does not clean it up, however long the job runs.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _OLD_S and not is_running(left):
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
+        lock = os.open(name, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        try:
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def is_running(folder: Path) -> bool:
+    """Tell whether the `hvpipe run` that has made a job folder is there."""
+    try:
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def ask_to_stop(folder: Path) -> None:
     """Ask the ranks to write a checkpoint and exit with STOPPED."""
+    folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have removed it
     (folder / _STOP).touch()
 
 
@@ -37,7 +81,7 @@ def listening(folder: Path, rank: int) -> Iterator[None]:
     """Let others know that this rank stops when asked."""
     sign = folder / f"listening-{rank}"
     with contextlib.suppress(OSError):
-        sign.touch()
+        sign.write_text(str(os.getpid()))
     try:
         yield
     finally:
@@ -46,8 +90,8 @@ def listening(folder: Path, rank: int) -> Iterator[None]:
 
 
 def any_listens(folder: Path) -> bool:
-    """Tell whether a rank of this host stops when asked."""
-    return any(folder.glob("listening-*"))
+    """Tell whether a rank of this host stops when asked. Ranks that were killed have left their sign."""
+    return any(_lives(path) for path in folder.glob("listening-*"))
 
 
 def tell_checkpoint(folder: Path, place: Path) -> None:
@@ -152,6 +196,14 @@ def read_loss(job: Path) -> Loss | None:
             found = Loss(tuple(told["ranks"]), told["step"])
             path.unlink()
     return found
+
+
+def _lives(sign: Path) -> bool:
+    """Tell whether the process that a file names is there."""
+    with contextlib.suppress(OSError, ValueError):
+        os.kill(int(sign.read_text()), 0)
+        return True
+    return False
 
 
 def _place(job: str, checkpoints: Path | None) -> Path | None:

@@ -18,14 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
-from hvpipe.comm.job_folder import any_listens, ask_to_stop
+from hvpipe.comm.job_folder import PREFIX, any_listens, ask_to_stop, is_running
 from hvpipe.commands import lost_hosts
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import LaunchSpec
 from hvpipe.errors import HvpipeError
-
-PREFIX = "hvpipe-run-"
-"""What the names of job folders begin with."""
 
 _RUNNING, _WANTED = "running.json", "wanted.json"
 
@@ -111,7 +108,12 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     folder, places = _choose(dict(_jobs()), options.job)
     hosts = parse_hosts(options.hosts) if options.hosts is not None else ()
     wanted = places.with_more(hosts, options.ranks)
-    if gone := lost_hosts.unreachable(hosts, json.loads((folder / _RUNNING).read_text())["agent"]):
+    told = json.loads((folder / _RUNNING).read_text())
+    if wanted.ranks < told["least"]:
+        raise HvpipeError(
+            f"The job should have at least {told['least']} ranks (--min-np). Received: {wanted.ranks}"
+        )
+    if gone := lost_hosts.unreachable(hosts, told["agent"]):
         raise HvpipeError(
             "Hosts that join should run commands without asking for a password, as in `ssh HOST true`. "
             f"Received: {', '.join(gone)}, which cannot be reached; the job goes on as it is"
@@ -127,9 +129,16 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 0
 
 
-def register(folder: Path, places: Places, agent: str | None) -> None:
-    """Say in the job folder what is running, and by which program it reaches other hosts; None: ssh."""
-    _write(folder / _RUNNING, places, agent)
+def register(folder: Path, places: Places, agent: str | None, least: int) -> None:
+    """Say in the job folder what is running.
+
+    Args:
+        folder: The job folder.
+        places: The ranks and hosts.
+        agent: The program that reaches other hosts; None: ssh.
+        least: The least number of ranks.
+    """
+    _write(folder / _RUNNING, places, agent=agent, least=least)
 
 
 def wanted(folder: Path) -> Places | None:
@@ -143,8 +152,8 @@ def _jobs() -> Iterator[tuple[int, tuple[Path, Places]]]:
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_RUNNING}")):
         with contextlib.suppress(OSError, ValueError):
             pid, places = _read(path)
-            os.kill(pid, 0)  # raises if the process has gone, or is another user's
-            yield pid, (path.parent, places)
+            if is_running(path.parent):
+                yield pid, (path.parent, places)
 
 
 def _choose(jobs: Mapping[int, tuple[Path, Places]], pid: int | None) -> tuple[Path, Places]:
@@ -160,9 +169,9 @@ def _choose(jobs: Mapping[int, tuple[Path, Places]], pid: int | None) -> tuple[P
     return jobs[pid] if pid is not None else next(iter(jobs.values()))
 
 
-def _write(path: Path, places: Places, agent: str | None = None) -> None:
+def _write(path: Path, places: Places, **more: str | int | None) -> None:
     hosts = [[host.name, host.slots] for host in places.hosts]
-    told = {"pid": os.getpid(), "ranks": places.ranks, "hosts": hosts, "agent": agent}
+    told = {"pid": os.getpid(), "ranks": places.ranks, "hosts": hosts, **more}
     with atomic_file(path) as file:
         file.write(json.dumps(told).encode())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from hvpipe.comm.job_folder import (
     any_joined,
     errors,
     last_checkpoint,
+    new_job_folder,
     read_end,
     read_loss,
 )
@@ -80,21 +80,21 @@ class Restarting:
         """Run the command until it succeeds, is asked to stop, or fails too often; return its exit code."""
         failed_before = self.joined = False
         for left in range(self._restarts, -1, -1):
-            with tempfile.TemporaryDirectory(prefix=join.PREFIX) as folder:
-                join.register(Path(folder), self.places, self._agent)
+            with new_job_folder() as folder:
+                join.register(folder, self.places, self._agent, self._least)
                 earlier = self._records()
-                outcome = supervise_job(command, environ, Path(folder), self._grace)
-                ended = read_end(Path(folder))
-                if outcome.code == 0 and not ended and self._lacks_an_end(Path(folder)):
+                outcome = supervise_job(command, environ, folder, self._grace)
+                ended = read_end(folder)
+                if outcome.code == 0 and not ended and self._lacks_an_end(folder):
                     outcome = replace(outcome, code=1)
                     print(_NO_END, file=sys.stderr, flush=True)
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
-                    self._say_what_happened(Path(folder), earlier)
-                why_not = self._why_not_again(outcome, Path(folder), failed_before, left)
-                checkpoint = last_checkpoint(Path(folder))
-                wanted = join.wanted(Path(folder))
-                loss = read_loss(Path(folder))
-                started = any_joined(Path(folder))
+                    self._say_what_happened(folder, earlier, outcome.code)
+                why_not = self._why_not_again(outcome, folder, failed_before, left)
+                checkpoint = last_checkpoint(folder)
+                wanted = join.wanted(folder)
+                loss = read_loss(folder)
+                started = any_joined(folder)
             before, self._before_join = self._before_join, None
             if outcome.code not in (0, STOPPED) and not (outcome.asked or started or before is None):
                 print(
@@ -174,7 +174,7 @@ class Restarting:
         """Return the folders of the starts in the folder of --flight-recorder."""
         return set(Path(self._flight_folder).glob("*")) if self._flight_folder else set()
 
-    def _say_what_happened(self, folder: Path, earlier: set[Path]) -> None:
+    def _say_what_happened(self, folder: Path, earlier: set[Path], code: int) -> None:
         """Print what the recorders of this host's ranks say, if any of them ended badly."""
         kept = self._flight_folder
         new = self._records() - earlier if kept else set(folder.glob("flight*"))
@@ -187,7 +187,7 @@ class Restarting:
         if not flights:
             return
         more = f" More: hvpipe blackbox {kept}" if kept else ""
-        print(f"hvpipe run: {story.verdict(flights)}{more}", file=sys.stderr, flush=True)
+        print(f"hvpipe run: {story.verdict(flights, code)}{more}", file=sys.stderr, flush=True)
 
 
 def _tell_loss(loss: Loss, checkpoint: str | None) -> None:

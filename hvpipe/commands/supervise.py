@@ -201,7 +201,8 @@ class _Supervisor:
 
     def _end(self, number: int) -> None:
         """Ask the ranks for a checkpoint if one listens and the signal is SIGTERM; otherwise forward it."""
-        if number == signal.SIGTERM and any_listens(self._folder):
+        # If somebody has removed the folder, ranks may listen.
+        if number == signal.SIGTERM and (any_listens(self._folder) or not self._folder.exists()):
             ask_to_stop(self._folder)
             self._after(self._grace.checkpoint_s, self._forward, number)
         else:

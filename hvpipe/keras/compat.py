@@ -43,6 +43,8 @@ __all__ = ["Cast", "CompileLoss", "Functional", "SerializableDict", "SymbolicArg
 __all__ += ["compute_output_spec", "get_keras_mask", "global_seed_generator", "set_keras_mask"]
 __all__ += ["to_snake_case"]
 
+_CACHED = "_use_cached_eval_dataset"  # `Trainer.fit` passes it to `evaluate`; validation data after a loss
+
 
 def has_global_seed_generator() -> bool:
     """Return whether Keras's generator for `keras.random` without a seed is in use. Resuming."""
@@ -126,6 +128,11 @@ def check_compiled(model: Any, method: str) -> None:
 def metrics_in_order(model: Any, logs: Any) -> Any:
     """Return logs as Keras' list (`Trainer._flatten_metrics_in_order`). `evaluate` and others."""
     return model._flatten_metrics_in_order(logs)
+
+
+def without_cached_data(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with which `evaluate` reads its `x`, not the data that `fit` keeps for validation."""
+    return {**arguments, **({_CACHED: False} if _CACHED in arguments else {})}
 
 
 def initial_epoch(model: Any) -> int:
@@ -393,3 +400,18 @@ def optimizer_attributes(optimizer: Any) -> dict[str, Any]:
     """
     lists = ("_variables", "_trainable_variables")
     return {name: value for name, value in vars(optimizer).items() if name not in lists}
+
+
+def unlisted_variables(optimizer: Any) -> dict[str, Any]:
+    """Return variables of an optimizer that `optimizer.variables` lacks, by name; resuming.
+
+    Within a LossScaleOptimizer, Keras does not list Nadam's `_u_product`.
+    """
+    listed = {id(v) for v in optimizer.variables}
+    return {
+        f"{type(one).__name__}.{name}": value
+        for one in (optimizer, getattr(optimizer, "inner_optimizer", None))
+        if one is not None
+        for name, value in optimizer_attributes(one).items()
+        if isinstance(value, keras.Variable) and id(value) not in listed
+    }

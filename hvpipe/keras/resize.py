@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import keras
 
 from hvpipe.keras.compat import learning_rate_variable
 from hvpipe.session import Resize, Session
@@ -50,11 +52,28 @@ def joined(first: Resize, later: Resize) -> Resize:
     return Resize(first.old_size, later.size, first.old_rank, later.rank, tuple(lost))
 
 
-def scale_learning_rate(session: Session, optimizer: Any, old_size: int, size: int) -> None:
-    """Scale the learning rate as --lr-scaling asks."""
+def scale_learning_rate(
+    session: Session, optimizer: Any, old_size: int, size: int, callbacks: Iterable[Any]
+) -> None:
+    """Scale the learning rate as --lr-scaling asks.
+
+    Args:
+        session: The session.
+        optimizer: The optimizer.
+        old_size: The number of ranks before.
+        size: The number of ranks now.
+        callbacks: Those of the `fit`, which may set the rate again.
+    """
     scaling = session.settings.lr_scaling
     if scaling == "none":
         return
+    setting = [one for one in callbacks if isinstance(one, keras.callbacks.LearningRateScheduler)]
+    if setting and session.world.rank == 0:
+        logger.warning(
+            "hvpipe: --lr-scaling lasts until callback %s sets the learning rate. Let that depend on "
+            "hvpipe.size().",
+            type(setting[0]).__name__,
+        )
     rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
     if not hasattr(rate, "assign"):
         logger.warning("hvpipe: --lr-scaling has no effect on a learning rate of a schedule.")

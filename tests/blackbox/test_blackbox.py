@@ -69,6 +69,12 @@ TOLD = {"signal": 15}
             id="a crash",
         ),
         pytest.param(
+            [flight(0, 6.0, **TOLD), flight(1, 5.5, **TOLD, **COMPUTES), flight(2, 6.0, **TOLD)],
+            1,
+            "by SIGTERM, which came to this rank first. Ranks 0, 2 waited",
+            id="somebody sends SIGTERM to one rank",
+        ),
+        pytest.param(
             [
                 flight(0, 9.1, "DeadlineError: x"),
                 flight(1, 9.2, **TOLD, frozen=(5.0, 9.2)),
@@ -126,6 +132,16 @@ def recorded(rank: int = 0, size: int = 2) -> bytes:
         for number, kind in ((1, 1), (2, 2), (3, 3))
     ]
     return head.ljust(4096, b"\0") + b"".join(events).ljust(1000 * 128, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [(3, "it exited with code 3"), (137, "it was killed (SIGKILL"), (None, "it was killed (SIGKILL")],
+)
+def test_a_rank_that_leaves_by_an_exit_of_its_own(code: int | None, says: str) -> None:
+    """Regression: `os._exit(3)` was reported as SIGKILL, although the launcher knew the code."""
+    flights = [flight(0, 5.3, **TOLD), flight(1, None, heard_s=5.0)]
+    assert says in verdict(flights, code)
 
 
 def test_a_recorder_is_read(tmp_path: Path) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hvpipe.comm.job_folder import PREFIX, new_job_folder
 from hvpipe.commands import join, lost_hosts
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.join import Places
@@ -17,17 +22,16 @@ TWO_HOSTS = Places(4, (HostSlots("a", 2), HostSlots("b", 2)))
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return the folder of a job that runs, as `hvpipe run` and a rank with a checkpoint leave it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"{join.PREFIX}1"
-    folder.mkdir()
-    join.register(folder, TWO_HOSTS, "agent")
     monkeypatch.setattr(
         lost_hosts, "unreachable", lambda hosts, agent: [h.name for h in hosts if h.name == "far"]
     )
-    (folder / "listening-0").touch()
-    return folder
+    with new_job_folder() as folder:
+        join.register(folder, TWO_HOSTS, "agent", 3)
+        (folder / "listening-0").write_text(str(os.getpid()))
+        yield folder
 
 
 def ask(hosts: str | None = None, ranks: int | None = None, pid: int | None = None) -> int:
@@ -77,6 +81,7 @@ def test_the_job_is_asked_to_stop(job: Path, capsys: pytest.CaptureFixture[str])
         ("c:0", None, None, "--hosts should be host:slots"),
         ("c:1", 6, None, "-np should be 1 to 5, the number of slots. Received: -np 6"),
         (None, 0, None, "-np should be 1 to 4"),
+        (None, 2, None, r"at least 3 ranks \(--min-np\). Received: 2"),
         ("c:1", None, 1, "--job should be the PID of an `hvpipe run` on this host. Received: 1; running: "),
     ],
 )
@@ -93,11 +98,24 @@ def test_a_host_that_cannot_be_reached_does_not_end_the_job(job: Path) -> None:
 
 
 def test_jobs_that_cannot_go_on(job: Path) -> None:
-    (job / "listening-0").unlink()
+    (job / "listening-0").write_text(str(2**22 + 1))  # more than any PID: the rank was killed
     with pytest.raises(HvpipeError, match=r"should be in `fit` with hk.Checkpoint"):
         ask("c:1")
+    copied = job.with_name(f"{PREFIX}killed")  # nobody holds its lock
+    shutil.copytree(job, copied)
     (job / "running.json").unlink()
     with pytest.raises(HvpipeError, match=r"One `hvpipe run` should be running .* Received: none"):
         ask("c:1")
     with pytest.raises(HvpipeError, match="The job runs on one host"):
         Places(2).with_more(parse_hosts("c:1"), None)
+
+
+def test_folders_that_killed_jobs_have_left_are_removed(job: Path) -> None:
+    for name, age_s in (("killed", 2 * 24 * 3600), ("new", 0)):
+        left = job.with_name(f"{PREFIX}{name}")
+        left.mkdir()
+        os.utime(left, (time.time() - age_s,) * 2)
+    os.utime(job, (0, 0))  # runs for long
+    with new_job_folder() as folder:
+        found = {path.name for path in job.parent.iterdir()}
+    assert found == {job.name, folder.name, f"{PREFIX}new"}

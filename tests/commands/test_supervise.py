@@ -151,7 +151,7 @@ LISTENING = """
 import os, signal, sys, time
 from pathlib import Path
 folder = Path(os.environ["HVPIPE_JOB_FOLDER"])
-(folder / "listening-0").touch()
+(folder / "listening-0").write_text(str(os.getpid()))
 open("ready", "w").close()
 while not (folder / "stop").exists(): time.sleep(0.01)
 if {stubborn}: time.sleep(60)
@@ -161,6 +161,16 @@ sys.exit(75)
 
 def test_a_rank_that_listens_is_asked_for_a_checkpoint(tmp_path: Path) -> None:
     process = supervised(LISTENING.format(stubborn=False), tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 75
+
+
+def test_ranks_are_asked_although_somebody_has_removed_the_folder(tmp_path: Path) -> None:
+    """Regression: the exit code was 143, although the ranks had written a checkpoint."""
+    program = LISTENING.format(stubborn=False).replace(
+        'open("ready"', 'import shutil; shutil.rmtree(folder); open("ready"'
+    )
+    process = supervised(program, tmp_path)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 75
 

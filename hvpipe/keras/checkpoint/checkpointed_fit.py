@@ -24,8 +24,10 @@ from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_not
 from hvpipe.keras.checkpoint.data_position import ResumedReading
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.preemption import StopRequest, tell_launcher
+from hvpipe.keras.checkpoint.random_state import AT_EPOCH, python_state
 from hvpipe.keras.checkpoint.resume import Resume
 from hvpipe.keras.checkpoint.state_of import training_state
+from hvpipe.keras.checkpoint.training_state import OWN
 from hvpipe.keras.compat import set_initial_epoch
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
 from hvpipe.session import Session
@@ -61,13 +63,14 @@ class CheckpointedFit:
         self._writer: Writer | None = None  # until `begin` has agreed where to begin
         self._saved_step = self._step = 0
         self._epoch = self._batch = 0
-        # As the state counts them: before this process began, and at the start of the epoch.
+        # Those that no rank of today counts: before this process began, also in the epoch, and of lost ranks.
         self._earlier_samples = 0.0
         self._epoch_samples = 0.0
         # What `save_replicas` needs of a pipeline whose stages have replicas.
         self._replicas = self._state if isinstance(self._state, PipelineState) else None
         self._updates_before: int | None = None  # in a step: the updates when it began
         self._in_steps = False
+        self._random_at_epoch: dict[str, Any] = {}
         self._ranks_before: int | None = None
         self._inner: Any = None
         self._description: dict[str, Any] | None = None
@@ -88,7 +91,7 @@ class CheckpointedFit:
             position = found[1].position
             self._saved_step = self._step = position.step
             self._epoch, self._batch = position.epoch, position.batch
-            self._earlier_samples, self._epoch_samples = self._resume.samples()
+            self._earlier_samples, self._epoch_samples = position.samples, position.epoch_samples
             self._announce(found[0], position)
         elif self._replicas is not None and self._replicas.counts_updates:
             self._replicas.named()  # collective: too late after a loss
@@ -147,9 +150,18 @@ class CheckpointedFit:
             self._writer.wait()  # it gives up
         self._saved_step = -1
         world = self._session.world
+        if self._state.shares_data:
+            self._count_lost(self._world.size - world.size)
         self._run = hashlib.sha256(f"{self._first_run} {world.size}".encode()).hexdigest()[:6]
         self._timer.follow(world.rank)
         self._count_ranks()
+
+    def _count_lost(self, lost: int) -> None:
+        """Count the samples of lost ranks, each with as many as this rank has had before this step."""
+        steps = max(1, self._batch - self._reading.skipped)
+        in_epoch = (self._state.samples() - self._samples_at_epoch) * (1 - 1 / steps)
+        self._earlier_samples += lost * (self._samples_at_epoch - self._samples_at_begin + in_epoch)
+        self._epoch_samples += lost * in_epoch
 
     def end(self) -> None:
         """Write the final checkpoint, unless it is written; collective.
@@ -280,6 +292,9 @@ class CheckpointedFit:
             self._epoch_samples = 0.0
             self._batch = 0
             self._samples_at_epoch = self._state.samples()
+        else:
+            self._resume.begin_epoch()
+        self._random_at_epoch = python_state()
         self._epoch = epoch
         self._in_steps = True
 
@@ -343,9 +358,13 @@ class CheckpointedFit:
         self._follow_ranks()  # it may have lost some
         self._timer.written()
         values = {**self._state.to_write(), **callback_arrays(self._others)}
+        values |= {f"{OWN}{AT_EPOCH}{name}": value for name, value in self._random_at_epoch.items()}
         now = self._state.samples()
+        first = self._world.rank == 0
         # A pipeline's samples are those of all ranks, so only rank 0 writes them.
-        counts = self._state.shares_data or self._world.rank == 0
+        total, in_epoch = now - self._samples_at_begin, now - self._samples_at_epoch
+        if not (self._state.shares_data or first):
+            total = in_epoch = 0.0
         manifest = Manifest(
             self._run,
             self._state.kind,
@@ -358,8 +377,8 @@ class CheckpointedFit:
             Snapshot(
                 values,
                 manifest,
-                samples=int(self._earlier_samples + now - self._samples_at_begin) if counts else 0,
-                epoch_samples=int(self._epoch_samples + now - self._samples_at_epoch) if counts else 0,
+                samples=round(total + (self._earlier_samples if first else 0)),
+                epoch_samples=round(in_epoch + (self._epoch_samples if first else 0)),
                 notes={
                     "callbacks": callback_notes(self._others),
                     "stopped": self._batch == 0 and bool(self._model.stop_training),
@@ -379,6 +398,7 @@ class CheckpointedFit:
     def _leave(self, code: int) -> None:
         """Write a checkpoint, and exit; on all ranks at the same boundary."""
         self._session.run_section(self._write_last)
+        self._session.engine.request(STOP, False)  # for a later `fit` of this process
         self._exit(code)
 
     def _exit(self, code: int) -> None:

@@ -30,13 +30,14 @@ from hvpipe.checkpoints.manifest import Manifest, RankPart
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind, check_variables, described
 from hvpipe.keras.checkpoint.random_state import random_state, set_random_state
-from hvpipe.keras.checkpoint.training_state import readable
+from hvpipe.keras.checkpoint.training_state import OWN, readable
+from hvpipe.keras.compat import unlisted_variables
 from hvpipe.keras.data_parallel.model import DataParallel
 from hvpipe.keras.fit_call import FitCall
 from hvpipe.keras.initial_state import build_state, is_built, settle
 from hvpipe.keras.variables import broadcast_variables
 
-_OWN, _COUNTED, _STEPS, _PENDING = "own/", "own/counted", "own/steps", "pending/"
+_COUNTED, _STEPS, _PENDING = "own/counted", "own/steps", "pending/"
 _OWN_WEIGHTS, _ROUND = "own/weights/", "own/round/"
 _COMPRESSION = "own/compression/"
 
@@ -121,19 +122,20 @@ class DataParallelState:
         slots = {id(v) for v in self.data_parallel.equal_slots()}
         found = {f"weights/{i}": v for i, v in enumerate(self.model.variables) if id(v) not in own}
         optimizer = enumerate(self.model.optimizer.variables)
-        return found | {f"optimizer/{i}": v for i, v in optimizer if id(v) in slots}
+        found |= {f"optimizer/{i}": v for i, v in optimizer if id(v) in slots}
+        return found | {f"optimizer/{n}": v for n, v in unlisted_variables(self.model.optimizer).items()}
 
     def own(self) -> dict[str, Any]:
         """Return the variables that differ between ranks, by name."""
         shared = {id(v) for v in self.shared().values()}
-        found = {f"{_OWN}weights/{i}": v for i, v in enumerate(self.model.variables) if id(v) not in shared}
+        found = {f"{OWN}weights/{i}": v for i, v in enumerate(self.model.variables) if id(v) not in shared}
         optimizer = enumerate(self.model.optimizer.variables)
-        found |= {f"{_OWN}optimizer/{i}": v for i, v in optimizer if id(v) not in shared}
+        found |= {f"{OWN}optimizer/{i}": v for i, v in optimizer if id(v) not in shared}
         return found
 
     def metrics(self) -> dict[str, Any]:
         """Return the variables of metrics, by name."""
-        return {f"{_OWN}metrics/{i}": v for i, v in enumerate(self.model.metrics_variables)}
+        return {f"{OWN}metrics/{i}": v for i, v in enumerate(self.model.metrics_variables)}
 
     # --- Writing -----------------------------------------------------------------------------------------
 
@@ -155,7 +157,7 @@ class DataParallelState:
             values |= {f"{_PENDING}{i}": total for i, total in enumerate(sums)}
         compression = self.data_parallel.steps.compression_state()
         values |= readable({f"{_COMPRESSION}{name}": v for name, v in compression.items()})
-        values |= {f"{_OWN}{name}": v for name, v in random_state().items()}
+        values |= {f"{OWN}{name}": v for name, v in random_state().items()}
         values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.steps.round_state().items()}
         return values | {_COUNTED: counted, _STEPS: np.array([steps])}
 
@@ -174,7 +176,7 @@ class DataParallelState:
         rank, size = self.session.world.rank, self.session.world.size
         shared: dict[str, Any] = {}
         if rank == 0:
-            names = [name for name in manifest.parts[0].names if not name.startswith(_OWN)]
+            names = [name for name in manifest.parts[0].names if not name.startswith(OWN)]
             shared = read_arrays(place / manifest.parts[0].file.name, names)
         own = _own_values(place, manifest.parts[rank % manifest.ranks])
         if manifest.ranks != size and self.is_local:
@@ -197,8 +199,8 @@ class DataParallelState:
         kept = {
             name: value
             for name, value in own.items()
-            if not name.startswith((f"{_OWN}metrics/", _COUNTED, _COMPRESSION))
-            and (rank < manifest.ranks or not name.startswith(f"{_OWN}random/"))
+            if not name.startswith((f"{OWN}metrics/", _COUNTED, _COMPRESSION))
+            and (rank < manifest.ranks or not name.startswith(f"{OWN}random/"))
         }
         if not sums:
             return kept
@@ -256,11 +258,11 @@ class RestoredDataParallel:
             for prefix in (_ROUND, _COMPRESSION)
         )
         state.data_parallel.steps.resume(sums, int(self._own[_STEPS][0]), rounds, compression)
-        set_random_state({name.removeprefix(_OWN): value for name, value in self._own.items()})
+        set_random_state({name.removeprefix(OWN): value for name, value in self._own.items()})
 
-    def callback_arrays(self) -> dict[str, Any]:
-        """Return what other callbacks have saved on this rank, by name."""
-        return {name: value for name, value in self._own.items() if name.startswith(f"{_OWN}callbacks/")}
+    def own_arrays(self) -> dict[str, Any]:
+        """Return what is this rank's own, by name."""
+        return self._own
 
     def drop(self) -> None:
         """Free the values."""
@@ -268,7 +270,7 @@ class RestoredDataParallel:
 
 
 def _own_values(place: Path, part: RankPart) -> dict[str, Any]:
-    return read_arrays(place / part.file.name, _names(part, _OWN))
+    return read_arrays(place / part.file.name, _names(part, OWN))
 
 
 def _mean_weights(place: Path, manifest: Manifest) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvpipe.checkpoints.manifest import Manifest
@@ -92,6 +93,8 @@ def resumed_reading(
         made = epoch
     else:
         return _within_one_iterator(iterator, dataset, fit_call.steps_per_epoch, manifest, ranks)
+    if isinstance(fit_call.x, keras.utils.PyDataset):
+        made = 0  # its order comes from Python's random numbers, not from the number of the iterator
     if manifest.ranks != ranks.size or SOURCE in manifest.parts[0].notes:
         return _on_other_ranks(iterator, dataset, fit_call, length, manifest, ranks, made)
     found = _after(iterator, dataset, made)
@@ -126,7 +129,7 @@ def _within_one_iterator(
     earlier = (position.samples - position.epoch_samples) / ranks.size
     first, samples = _read_over_samples(iterator, earlier)
     batches, more = _read_over_samples(iterator, position.samples / ranks.size - samples)
-    _tell(position.samples / ranks.size - samples - more)
+    _tell(position.samples - (samples + more) * ranks.size, ranks)
     return ResumedReading(None, batches, read=first + batches)
 
 
@@ -160,7 +163,7 @@ def _on_other_ranks(
         found = _after(None, source, made)  # Keras's own was the first
         if noted is None:
             noted, read = _read_over_samples(found, samples)
-            _tell(samples - read)
+            _tell(samples - read, ranks)
         else:
             _read_over(found, noted)
         left = max(0, int(source.cardinality()) - noted) // ranks.size
@@ -170,10 +173,10 @@ def _on_other_ranks(
     if noted is not None:  # by an elastic job, in the first epoch
         rounds = -(-noted // ranks.size)
         _read_over(found, rounds)
-        _tell(noted - rounds * ranks.size, "batches")
+        _tell(noted - rounds * ranks.size, ranks, "batches")
         return ResumedReading(None if found is iterator else found, rounds)
     batches, read = _read_over_samples(found, samples / ranks.size)
-    _tell(samples / ranks.size - read)
+    _tell(samples - read * ranks.size, ranks)
     return ResumedReading(None if found is iterator else found, batches)
 
 
@@ -202,8 +205,8 @@ def _rounds(iterator: Any, ranks: OwnRank) -> Iterator[Any]:
         yield batches[ranks.rank]
 
 
-def _tell(missing: float, what: str = "samples") -> None:
-    if missing:
+def _tell(missing: float, ranks: OwnRank, what: str = "samples") -> None:
+    if missing and ranks.rank == 0:
         logger.warning(
             "hvpipe: on this number of ranks training cannot continue at exactly the same sample, because no "
             "batch begins there: %g %s of this epoch are %s.",

@@ -39,7 +39,8 @@ def check_kind(manifest: Manifest, kind: str) -> None:
 def check_variables(ours: Iterable[list[Any]], theirs: Iterable[list[Any]]) -> None:
     """Raise HvpipeError unless both are the same variables.
 
-    The numbers that Keras appends to names do not count.
+    The numbers that Keras appends to names do not count. Of an optimizer's variables only the last part of
+    the path does: the rest depends on whether `fit` or hvpipe has built the optimizer.
     """
     mine, saved = {row[0]: row for row in ours}, {row[0]: row for row in theirs}
     for name in [*mine, *(name for name in saved if name not in mine)]:
@@ -58,7 +59,10 @@ def as_variable(value: Any, variable: Any) -> Any:
 
 
 def _compared(row: list[Any]) -> tuple[Any, ...]:
-    return re.sub(r"_\d+(?=[/_]|$)", "", row[1]), tuple(row[2]), row[3]
+    name, path, shape, dtype = row
+    if "optimizer/" in name:
+        path = path.rpartition("/")[2]
+    return re.sub(r"_\d+(?=[/_]|$)", "", path), tuple(shape), dtype
 
 
 def _words(row: list[Any] | None) -> str:

@@ -18,7 +18,7 @@ from hvpipe.keras import compat
 from hvpipe.keras.checkpoint.inheritance import Held, shares
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind
 from hvpipe.keras.checkpoint.random_state import random_state, set_random_state
-from hvpipe.keras.checkpoint.training_state import readable
+from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.fit_call import FitCall
 from hvpipe.keras.initial_state import settle
 from hvpipe.keras.pipeline.checkpoint import Shard, describe, read_shards, variables_to_write
@@ -26,7 +26,7 @@ from hvpipe.keras.pipeline.model import PipelineParallel
 from hvpipe.keras.pipeline.model_file import optimizer_of
 from hvpipe.keras.pipeline.state_names import RankState
 
-_OWN, _LOGS = "own/", "own/logs"
+_LOGS = "own/logs"
 
 
 class PipelineState:
@@ -89,7 +89,7 @@ class PipelineState:
 
     def metrics(self) -> dict[str, Any]:
         """Return the variables of metrics, by name."""
-        return {f"{_OWN}metrics/{i}": v for i, v in enumerate(self.pipeline.metrics_variables)}
+        return {f"{OWN}metrics/{i}": v for i, v in enumerate(self.pipeline.metrics_variables)}
 
     def description(self) -> dict[str, Any]:
         """Return the variables and the optimizer that a model must have to resume, as JSON."""
@@ -102,7 +102,7 @@ class PipelineState:
             named = self.named().named
             return readable({name: named[name] for name in sorted(self._share)})
         values = readable({**variables_to_write(self.named(), self.session.world.rank), **self.metrics()})
-        values |= {f"{_OWN}{name}": value for name, value in random_state().items()}
+        values |= {f"{OWN}{name}": value for name, value in random_state().items()}
         return values | {_LOGS: np.array(self.pipeline.logs.state(), np.float64)}
 
     # --- After the loss of a rank, on those that are left ------------------------------------------------
@@ -149,7 +149,7 @@ class PipelineState:
             Shard(
                 part.file.name,
                 part.file.size_bytes,
-                tuple(name for name in part.names if not name.startswith(_OWN)),
+                tuple(name for name in part.names if not name.startswith(OWN)),
             )
             for part in manifest.parts
         ]
@@ -159,7 +159,7 @@ class PipelineState:
         part = manifest.parts[rank % manifest.ranks]
         # Ranks that were left after a loss have written as many parts as they were, of the layout before it.
         if manifest.ranks == size == part.notes.get("ranks", size):
-            names = [name for name in part.names if name.startswith(_OWN)]
+            names = [name for name in part.names if name.startswith(OWN)]
             own = read_arrays(place / part.file.name, names)
         return RestoredPipeline(self, manifest, values, own)
 
@@ -200,11 +200,11 @@ class RestoredPipeline:
                     variable.assign(as_variable(self._own[name], variable))
             loss_sum, samples, samples_here = self._own[_LOGS].tolist()
             state.pipeline.logs.resume(loss_sum, int(samples), int(samples_here))
-        set_random_state({name.removeprefix(_OWN): value for name, value in self._own.items()})
+        set_random_state({name.removeprefix(OWN): value for name, value in self._own.items()})
 
-    def callback_arrays(self) -> dict[str, Any]:
-        """Return what other callbacks have saved on this rank, by name."""
-        return {name: value for name, value in self._own.items() if name.startswith(f"{_OWN}callbacks/")}
+    def own_arrays(self) -> dict[str, Any]:
+        """Return what is this rank's own, by name."""
+        return self._own
 
     def drop(self) -> None:
         """Free the values."""

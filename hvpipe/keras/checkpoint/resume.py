@@ -11,7 +11,8 @@ from hvpipe.checkpoints.manifest import Manifest
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.callback_state import set_callbacks
 from hvpipe.keras.checkpoint.data_position import OwnRank, ResumedReading, resumed_reading
-from hvpipe.keras.checkpoint.training_state import Restored, TrainingState
+from hvpipe.keras.checkpoint.random_state import AT_EPOCH, set_python_state
+from hvpipe.keras.checkpoint.training_state import OWN, Restored, TrainingState
 from hvpipe.keras.compat import set_initial_epoch
 from hvpipe.keras.data_parallel.shards import batch_of
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
@@ -27,6 +28,7 @@ class Resume:
         begin          values are read and, if the variables exist, set: callbacks see them
         begin_callbacks
                        the other callbacks continue from what they remembered
+        begin_epoch    random numbers are those of the epoch's beginning
         restore        the first batch: values are set, the data is read up to the position
         skips          for each batch that was trained on: the other callbacks do not see them
         end_epoch      everything is as it would be without a resume
@@ -68,17 +70,6 @@ class Resume:
         """Where the data was read to, once the first batch has come."""
         return self._reading
 
-    def samples(self) -> tuple[float, float]:
-        """Return the samples before: since the beginning and since the epoch began."""
-        position = self._manifest.position
-        if not self._state.shares_data:
-            return float(position.samples), float(position.epoch_samples)
-        if self._manifest.ranks == self._ranks.size:
-            return float(self._part.samples), float(self._part.epoch_samples)
-        # On another number of ranks only the sum counts.
-        first = self._ranks.rank == 0
-        return (float(position.samples), float(position.epoch_samples)) if first else (0.0, 0.0)
-
     def begin(self, params: Mapping[str, Any]) -> None:
         """Read the values, and set the first epoch; collective."""
         session, position = self._state.session, self._manifest.position
@@ -108,7 +99,14 @@ class Resume:
     def begin_callbacks(self) -> None:
         """Let the other callbacks continue; after all of them have begun."""
         notes = self._part.notes.get("callbacks", [])
-        set_callbacks(self._others, notes, self._restored.callback_arrays())
+        set_callbacks(self._others, notes, self._restored.own_arrays())
+
+    def begin_epoch(self) -> None:
+        """Continue with Python's random numbers of the epoch's beginning: a PyDataset is shuffled by them."""
+        if self._manifest.position.batch and not self.begun:
+            prefix = f"{OWN}{AT_EPOCH}"
+            own = self._restored.own_arrays()
+            set_python_state({n.removeprefix(prefix): v for n, v in own.items() if n.startswith(prefix)})
 
     def restore(self, iterator: Any) -> None:
         """Set all values, and bring the data to its position; collective. At the first batch."""
@@ -133,7 +131,7 @@ class Resume:
             return
         change = Resize(before, ranks.size, -1, ranks.rank, ())
         if self._state.shares_data:
-            scale_learning_rate(session, self._model.optimizer, before, ranks.size)
+            scale_learning_rate(session, self._model.optimizer, before, ranks.size, self._others)
         tell_resize(change)
 
     def _read_over(self, iterator: Any) -> None:

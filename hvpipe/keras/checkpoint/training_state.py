@@ -13,6 +13,9 @@ from hvpipe.keras.fit_call import FitCall
 from hvpipe.keras.variables import native
 from hvpipe.session import Session
 
+OWN = "own/"
+"""What the names of values begin with that are each rank's own."""
+
 
 class TrainingState(Protocol):
     """The state of one model that is trained on all ranks."""
@@ -74,8 +77,8 @@ class Restored(Protocol):
     def set_own(self) -> None:
         """Set what is this rank's own; after `set_shared`, before the first step."""
 
-    def callback_arrays(self) -> dict[str, Any]:
-        """Return what other callbacks have saved on this rank, by name."""
+    def own_arrays(self) -> dict[str, Any]:
+        """Return what is this rank's own, by name, until `drop`."""
 
     def drop(self) -> None:
         """Free the values."""

@@ -117,6 +117,7 @@ class Elastic:
         self._iterator: Any = None
         self._logs: Any = None
         self._recovering = False
+        self._callbacks: Sequence[Any] = ()
         self._saves = False
         self._leaves_after: int | None = None
 
@@ -125,15 +126,16 @@ class Elastic:
         """Whether too few ranks are left, and this is the step boundary at which all of them exit."""
         return self._leaves_after is not None and self._begun >= self._leaves_after
 
-    def begin_fit(self, source: Any, steps_per_epoch: int | None, saves: bool) -> None:
+    def begin_fit(self, source: Any, steps_per_epoch: int | None, callbacks: Sequence[Any]) -> None:
         """Begin a `fit`.
 
         Args:
             source: The batches of all ranks; None: each rank has its own data.
             steps_per_epoch: As given to `fit`.
-            saves: Whether hk.Checkpoint saves it.
+            callbacks: The user's. If hk.Checkpoint is one of them, it saves when too few ranks are left.
         """
-        self._saves = saves
+        self._callbacks = callbacks
+        self._saves = any(hasattr(callback, "at_epoch_ends") for callback in callbacks)
         self.data = ElasticData(self._session, source, steps_per_epoch)
         self._session.run_section = self.section
 
@@ -323,7 +325,7 @@ class Elastic:
         """
         self._scaled = (*furthest, self._session.world.size)
         for before, after in itertools.pairwise(self._scaled[len(scaled) - 1 :]):
-            scale_learning_rate(self._session, self._model.optimizer, before, after)
+            scale_learning_rate(self._session, self._model.optimizer, before, after, self._callbacks)
 
     def _tell(self, change: Resize, agreed: int, took_s: float) -> None:
         if change.rank == 0:

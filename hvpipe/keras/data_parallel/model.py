@@ -28,6 +28,7 @@ from hvpipe.keras.compat import (
     own_statistics,
     reconfigure_callbacks,
     set_initial_epoch,
+    without_cached_data,
 )
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
 from hvpipe.keras.data_parallel.compressed_reduce import check_gradient_compression
@@ -36,7 +37,7 @@ from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtE
 from hvpipe.keras.data_parallel.local_rounds import RoundOptions, check_local, check_no_rounds, round_options
 from hvpipe.keras.data_parallel.nonfinite import chosen_policy
 from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named
-from hvpipe.keras.data_parallel.shards import same_length, source_of
+from hvpipe.keras.data_parallel.shards import same_length, sharded_anew, source_of
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.data_parallel.verify import chosen_interval
 from hvpipe.keras.fit_call import FitCall, in_order, running
@@ -364,8 +365,7 @@ class DataParallel:
                 f"Received: steps_per_execution={self.model.steps_per_execution}"
             )
         source = source_of(self.fit_call.x)
-        saves = any(hasattr(callback, "at_epoch_ends") for callback in self.fit_call.callbacks)
-        elastic.begin_fit(source, self.fit_call.steps_per_epoch, saves)
+        elastic.begin_fit(source, self.fit_call.steps_per_epoch, self.fit_call.callbacks)
         with contextlib.ExitStack() as stack:
             if source is not None:
                 stack.enter_context(epochs_enumerated(self.model, elastic.data.epoch))
@@ -429,17 +429,28 @@ class DataParallel:
         return FinishAtEveryBatch(self.steps.flush, self.end_epoch)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        self.session.run_section(self._begin_evaluate)
-        self.steps.test_counter.restart()
-        return_dict, logs = self._as_dict("evaluate", args, kwargs)
-        samples = self.steps.test_counter.restart()
-        averaged = self.session.run_section(functools.partial(self._averaged, logs, samples))
+        own, return_dict, given = self._named("evaluate", args, kwargs)
+        complete = False
+        while not complete:
+            self.session.run_section(self._begin_evaluate)
+            size = self.session.world.size
+            x = sharded_anew(given.get("x"))
+            if x is not given.get("x"):
+                given = without_cached_data({**given, "x": x})
+            self.steps.test_counter.restart()
+            logs = own(**given, return_dict=True)
+            samples = self.steps.test_counter.restart()
+            # If ranks are lost meanwhile, their part of the data is missing.
+            averaged, complete = self.session.run_section(
+                functools.partial(self._averaged, logs, samples, size)
+            )
         return averaged if return_dict else metrics_in_order(self.model, averaged)
 
-    def _averaged(self, logs: Mapping[str, Any], samples: float) -> dict[str, Any]:
+    def _averaged(self, logs: Mapping[str, Any], samples: float, size: int) -> tuple[dict[str, Any], bool]:
+        """Return the means over ranks, and whether every rank had computed its own among those of today."""
         averaged = dict(logs)
-        average_logs(self.session, averaged, samples, "results of evaluate")
-        return averaged
+        sizes = average_logs(self.session, averaged, samples, "results of evaluate", note=float(size))
+        return averaged, all(each == self.session.world.size for each in sizes)
 
     def _begin_evaluate(self) -> None:
         self.steps.complete()
@@ -461,7 +472,8 @@ class DataParallel:
             )
         self._set = self._set and self.steps.ready  # the first step takes rank 0's weights anyway
         before = self.steps.train_counter.total()
-        return_dict, logs = self._as_dict("train_on_batch", args, kwargs)
+        own, return_dict, given = self._named("train_on_batch", args, kwargs)
+        logs = dict(own(**given, return_dict=True))
         if self.steps.overlap.updates_in_next_step:
             # The caller may next set the learning rate, read a layer or call the model.
             self.steps.flush()
@@ -472,12 +484,12 @@ class DataParallel:
         self._take_rank_0s_if_set(anywhere, "in this train_on_batch")
         return logs if return_dict else metrics_in_order(self.model, logs)
 
-    def _as_dict(self, name: str, args: Any, kwargs: Any) -> tuple[bool, dict[str, Any]]:
-        """Call the model's own method; return whether the caller asked for a dict, and the logs by name."""
+    def _named(self, name: str, args: Any, kwargs: Any) -> tuple[Any, bool, dict[str, Any]]:
+        """Return the model's own method, whether the caller asks it for a dict, and its other arguments."""
         own = self._methods.own(name)
         given = by_name(own, args, kwargs, functools.partial(getattr(keras.Model, name), self.model))
         wanted = bool(given.pop("return_dict", False))
-        return wanted, dict(own(**given, return_dict=True))
+        return own, wanted, given
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.flush()

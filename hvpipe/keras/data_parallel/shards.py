@@ -14,7 +14,7 @@ from hvpipe.keras.gpu import on_the_host
 from hvpipe.session import Session, current
 
 # A shard's attribute with the dataset of all ranks.
-_SOURCE = "_hvpipe_source"
+_SOURCE, _RANKS = "_hvpipe_source", "_hvpipe_ranks"
 
 
 class SampleCounter:
@@ -97,8 +97,18 @@ def shard(dataset: Any) -> Any:
             f"shard needs a tf.data.Dataset. Received: dataset of type {type(dataset).__name__}"
         )
     found = _shard(dataset)
+    world = current().world
     vars(found)[_SOURCE] = dataset
+    vars(found)[_RANKS] = (world.rank, world.size)
     return found
+
+
+def sharded_anew(dataset: Any) -> Any:
+    """Return a dataset of `shard` divided among the ranks that there are now, or anything else as it is."""
+    source, world = source_of(dataset), current().world
+    if source is None or vars(dataset)[_RANKS] == (world.rank, world.size):
+        return dataset
+    return shard(source)
 
 
 def source_of(dataset: Any) -> Any:

@@ -110,6 +110,7 @@ def train(
         (2, "backward", ["0:5:update"], {4, 5}),
         # Step 7 is the last of an epoch, with two batches left: those that are left may train on them.
         (3, "step", ["2:7:epoch_end"], {7}),
+        (3, "backward", ["2:7:validate"], {7}),
     ],
 )
 def test_the_others_go_on(
@@ -131,6 +132,11 @@ def test_the_others_go_on(
     reference = job.reference(changes, found.told[0]["epoch_ends"], ranks)
     for mine, wanted in zip(found.weights[0], reference, strict=True):
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
+    # Validation, too, has the data of all ranks.
+    assert found.told[0]["val_loss"][-1] == pytest.approx(job.validated(reference, left), abs=1e-5)
+    if "validate" in kills[0]:
+        first = job.validated(job.reference(changes, found.told[0]["epoch_ends"][:1], ranks), left)
+        assert found.told[0]["val_loss"][0] == pytest.approx(first, abs=1e-5)
 
 
 def test_a_second_loss_while_the_others_recover(tmp_path: Path) -> None:
@@ -230,12 +236,13 @@ def recovered(standin: StandIn, losses: int) -> float:
     return float(model.optimizer.learning_rate)
 
 
-def test_the_rate_of_a_loss_scale_optimizer_is_scaled() -> None:
+def test_the_rate_of_a_loss_scale_optimizer_is_scaled(caplog: pytest.LogCaptureFixture) -> None:
     """Regression: the rate of the optimizer around it is not used."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
-    session: Any = SimpleNamespace(settings=Settings(lr_scaling="linear"))
-    scale_learning_rate(session, optimizer, 4, 2)
+    session: Any = SimpleNamespace(settings=Settings(lr_scaling="linear"), world=SimpleNamespace(rank=0))
+    scale_learning_rate(session, optimizer, 4, 2, [keras.callbacks.LearningRateScheduler(lambda epoch: 0.5)])
     assert float(optimizer.learning_rate) == 0.25
+    assert "until callback LearningRateScheduler sets the learning rate" in caplog.text
 
 
 def test_learning_rates_stay_equal_if_a_second_loss_meets_ranks_at_different_points(

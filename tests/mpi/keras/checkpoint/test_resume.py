@@ -55,10 +55,31 @@ class Case:
     optimizer: Callable[[], Any]
     steps_per_epoch: int | None = None
     compression: str | None = None
+    batches: Callable[[], Any] | None = None
 
 
 def adam() -> Any:
     return keras.optimizers.Adam(0.01)
+
+
+def scaled() -> Any:
+    """Return an optimizer whose slots have other names if Keras builds it in its first step."""
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.01), initial_scale=4.0)
+
+
+class Shuffled(keras.utils.PyDataset):
+    """This rank's batches. Keras shuffles them by Python's global generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._x, self._y = (part[hvpipe.rank() :: hvpipe.size()] for part in samples(20 * hvpipe.size()))
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        mine = slice(4 * index, 4 * index + 4)
+        return self._x[mine], self._y[mine]
 
 
 def accumulating() -> Any:
@@ -71,6 +92,9 @@ CASES = [
     pytest.param(Case("stale", adam, 4), id="stale"),
     pytest.param(Case("local", adam), id="local"),  # a round is being averaged at the checkpoint
     pytest.param(Case("step", adam, compression="powersgd:2"), id="compression"),
+    pytest.param(
+        Case("none", scaled, batches=Shuffled), id="loss scaling and PyDataset", marks=pytest.mark.every_size
+    ),
 ]
 
 
@@ -111,7 +135,7 @@ def train(
         callbacks.append(CrashAt(crash_at, callbacks[0]))
     history = fit(
         model,
-        data(case.steps_per_epoch is not None),
+        case.batches() if case.batches else data(case.steps_per_epoch is not None),
         epochs=3,
         steps_per_epoch=case.steps_per_epoch,
         callbacks=callbacks,
