@@ -128,7 +128,7 @@ def test_an_output_that_cannot_be_written(option: str, path: str, tmp_path: Path
 
 def test_the_shortest_times_are_drawn(tmp_path: Path) -> None:
     """Regression: columns per second were infinite, and a place in the picture NaN."""
-    chain(3e-18, 3e-18).write(tmp_path / "p.json")
+    chain(4e-18, 4e-18).write(tmp_path / "p.json")
     equal_cluster(2).write(tmp_path / "c.json")
     code, out, _ = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"))
     assert code == 0
