@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -14,12 +15,12 @@ from hvpipe.commands import bench, blackbox, doctor, join, migrate, plan, profil
 from hvpipe.errors import HvpipeError
 
 _EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top or join found no job, report,
-blackbox or plan cannot read a file, plan found no plan that fits or refuses an option's value, or
-migrate left something to do by hand; 2 other wrong usage, the run could not be started, profile found
-no model to measure, or migrate cannot read, parse or write a file; 75 the job ended with a complete
-checkpoint, start it again; 69 an elastic job has too few ranks left; otherwise run and profile return
-mpirun's exit code, 128 + n after signal n; bench returns 1 if rounds failed or compare found a
-regression"""
+blackbox or plan cannot read a file, plan found no plan that fits or refuses an option's value, the
+output cannot be written, or migrate left something to do by hand; 2 other wrong usage, the run could
+not be started, profile found no model to measure, or migrate cannot read, parse or write a file; 75
+the job ended with a complete checkpoint, start it again; 69 an elastic job has too few ranks left;
+otherwise run and profile return mpirun's exit code, 128 + n after signal n; bench returns 1 if rounds
+failed or compare found a regression"""
 _BENCH_COMMANDS = "run quick, run full, report DIR, compare BEFORE AFTER, readme DIR; each has --help"
 
 
@@ -46,10 +47,33 @@ _COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
 }
 # For these an HvpipeError is exit code 2, for the others 1.
 _ERROR_IS_2 = ("run", "profile", "bench", "migrate")
+# A full disk, a quota, a limit of the file's size, or a device that fails.
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: sys.argv), and return the exit code."""
+    code = 0
+    try:
+        try:
+            code = _run(arguments)
+        except SystemExit as left:  # after --help, or a usage error
+            _flush_output()
+            raise left
+        _flush_output()
+        return code
+    except BrokenPipeError:  # as in `hvpipe doctor | head`: nobody reads on
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _discard_output()
+        print(f"hvpipe: The output should be writable. Received: {error.strerror}", file=sys.stderr)
+        return code or 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -57,15 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     module, _, _ = _COMMANDS[options.command]
     try:
-        code = module.run(options, os.environ)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # as in `hvpipe doctor | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return module.run(options, os.environ)
     except HvpipeError as error:
         print(f"hvpipe {options.command}: {error}", file=sys.stderr)
         return 2 if options.command in _ERROR_IS_2 else 1
+
+
+def _flush_output() -> None:
+    if sys.stdout is not None:  # None if the caller has closed it
+        sys.stdout.flush()
+
+
+def _discard_output() -> None:
+    """Discard what is still buffered: Python writes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:

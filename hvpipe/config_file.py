@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Table:
 
     def __init__(self, fields: object, place: str) -> None:
         if not isinstance(fields, Mapping):
-            raise HvpipeError(f"{place} should be an object. Received: {_short(fields)}")
+            raise HvpipeError(f"{place} should be an object. Received: {short(fields)}")
         self.place = place
         self._fields: Mapping[str, Any] = fields
 
@@ -75,6 +76,13 @@ class Table:
         if value > MOST or (above is not None and value < 1 / MOST):
             self._refuse(field, f"{want}, between {1 / MOST:g} and {MOST:g} in size", value)
         return float(value)
+
+    def seconds(self, field: str) -> float:
+        """Return a time: 0, or a number from 1 / MOST to MOST, so that rates stay finite, too."""
+        value = self.number(field)
+        if 0 < value < 1 / MOST:
+            self._refuse(field, f"0, or a number between {1 / MOST:g} and {MOST:g} in size", value)
+        return value
 
     def integer(self, field: str, *, minimum: int = 0) -> int:
         """Return a whole number of at least `minimum`; TOML's 16e9 is one."""
@@ -118,20 +126,26 @@ class Table:
 
     def numbers(self, field: str, *, above: float | None = None) -> list[float]:
         """Return finite numbers >= 0, or > `above` if that is given."""
+        return [one.number(name, above=above) for one, name in self._each(field)]
+
+    def all_seconds(self, field: str) -> list[float]:
+        """Return a list of times, each as `seconds` returns it."""
+        return [one.seconds(name) for one, name in self._each(field)]
+
+    def _each(self, field: str) -> Iterator[tuple[Table, str]]:
+        """Yield each number of a list as the only field of a table, and the field's name."""
         value = self._get(field, "a list of numbers")
         if not isinstance(value, (list, tuple)):
             self._refuse(field, "a list of numbers", value)
-        return [
-            Table({f"{field}[{i}]": number}, self.place).number(f"{field}[{i}]", above=above)
-            for i, number in enumerate(value)
-        ]
+        for i, number in enumerate(value):
+            yield Table({f"{field}[{i}]": number}, self.place), f"{field}[{i}]"
 
     def allow(self, fields: Iterable[str]) -> None:
         """Refuse unknown fields: a misspelt field must not count as absent."""
         known = sorted(fields)
         if unknown := sorted(set(self._fields) - set(known)):
             raise HvpipeError(
-                f"{self.place} should have only {', '.join(known)}. Received: {_short(unknown[0])}"
+                f"{self.place} should have only {', '.join(known)}. Received: {short(unknown[0])}"
             )
 
     def check_format(self, name: str, version: int) -> None:
@@ -140,7 +154,7 @@ class Table:
         if received != (name, version):
             raise HvpipeError(
                 f'{self.place} should have "format": "{name}" and "version": {version}. '
-                f"Received: format={_short(received[0])}, version={_short(received[1])}"
+                f"Received: format={short(received[0])}, version={short(received[1])}"
             )
 
     @contextlib.contextmanager
@@ -160,7 +174,7 @@ class Table:
         return self._fields[field]
 
     def _refuse(self, field: str, want: str, value: object) -> Any:
-        raise HvpipeError(f"{self._prefix()}{field} should be {want}. Received: {field}={_short(value)}")
+        raise HvpipeError(f"{self._prefix()}{field} should be {want}. Received: {field}={short(value)}")
 
 
 def read_document(path: str | os.PathLike[str]) -> Table:
@@ -187,9 +201,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; refuse a key that occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {_short(twice)} twice in an object")
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"the key {short(twice)} twice in an object")
     return found
 
 
@@ -220,6 +234,7 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return the value as Python writes it, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

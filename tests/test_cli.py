@@ -332,3 +332,18 @@ def test_output_that_nobody_reads_to_its_end() -> None:
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [("doctor", ""), ("doctor", "1"), ("migrate --help", "")]
+)
+def test_output_that_cannot_be_written(arguments: str, unbuffered: str) -> None:
+    """Regression: a full disk ended in a traceback, or in exit code 120 and "Exception ignored"."""
+    command = [sys.executable, "-m", "hvpipe", *arguments.split()]
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environ
+        )
+    message = "hvpipe: The output should be writable. Received: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, message)

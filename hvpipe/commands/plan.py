@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.commands.terminal import has_colours
+from hvpipe.config_file import MOST, short
 from hvpipe.errors import HvpipeError, PlanError
 
 if TYPE_CHECKING:
@@ -24,12 +26,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("profile", metavar="PROFILE", help="layer costs: JSON, or a PipeDream graph (.txt)")
     add("--cluster", required=True, metavar="FILE", help="devices and links: TOML or JSON")
-    add("--stages", type=int, metavar="N", help="number of stages (default: the fastest)")
+    add("--stages", type=_whole, metavar="N", help="number of stages (default: the fastest)")
     add(
         "--microbatches",
         type=count_or_auto,
         metavar="M",
-        help="micro-batches per step, or auto: the fastest number for --batch-size "
+        help="micro-batches per step, at most 16,384, or auto: the fastest number for --batch-size "
         "(default: auto with --batch-size, else 8)",
     )
     add(
@@ -38,7 +40,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="auto, gpipe, 1f1b, eager-1f1b, zb-h1 or interleaved (default: auto, the fastest)",
     )
-    add("--chunks", type=int, metavar="V", help="stages per device of an interleaved schedule (default: 2)")
+    add(
+        "--chunks", type=_whole, metavar="V", help="stages per device of an interleaved schedule (default: 2)"
+    )
     recompute = parser.add_mutually_exclusive_group()
     recompute.add_argument(
         "--recompute",
@@ -64,14 +68,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="search, greedy, exact, or a baseline: random, random_cuts, round_robin, even, pipedream, "
         "m_topo, m_etf (default: search)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="for random methods (default: 0)")
+    add("--seed", type=_whole, default=0, metavar="N", help="for random methods (default: 0)")
     add(
         "--batch-size",
         type=_whole,
         metavar="N",
         help="samples per step, at most 1,000,000,000 (default: micro-batches x samples of the profile)",
     )
-    add("--graph-batch-size", type=int, metavar="N", help="samples of a PipeDream graph (default: 1)")
+    add("--graph-batch-size", type=_whole, metavar="N", help="samples of a PipeDream graph (default: 1)")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON")
     add("--png", metavar="FILE", help="draw the timeline of the step as a picture")
     add("--explain", action="store_true", help="say why each cut is where it is")
@@ -102,31 +106,30 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     elif options.png is not None:
         draw_utilization(result.chosen.utilization, options.png, title(result))
     if options.json:
-        print(json.dumps(to_json(result, explained=options.explain), indent=1))
+        print(_json(to_json(result, explained=options.explain)))
     else:
         print(_text(result, options, environ), end="")
     return 0
 
 
 def _request(options: argparse.Namespace) -> PlanRequest:
-    from hvpipe.commands.plan_request import PlanRequest, best_microbatches, read_profile
+    from hvpipe.commands.plan_request import PlanRequest, best_microbatches, check_chunks, read_profile
     from hvpipe.search.options import PipeliningChoice
     from hvpipe.specs.cluster import Cluster
 
-    if options.chunks is not None and options.schedule not in ("auto", "interleaved"):
-        raise HvpipeError(
-            "--chunks needs --schedule interleaved. "
-            f"Received: --schedule {options.schedule} --chunks {options.chunks}"
-        )
+    _check_flags(options)
     recompute: Any = {"auto": "auto", "all": True, "none": False}[options.recompute]
     if options.recompute_stages is not None:
         recompute = options.recompute_stages
     cluster = Cluster.read(options.cluster)
 
     def request_with(microbatches: int) -> PlanRequest:
+        profile = read_profile(options.profile, microbatches, options.batch_size, options.graph_batch_size)
+        if options.chunks is not None:
+            check_chunks(options.chunks, len(profile.layers))
         chunks = 2 if options.chunks is None else options.chunks
         return PlanRequest(
-            profile=read_profile(options.profile, microbatches, options.batch_size, options.graph_batch_size),
+            profile=profile,
             cluster=cluster,
             pipelining=PipeliningChoice(options.schedule, microbatches, recompute, chunks),
             stages=options.stages,
@@ -144,6 +147,32 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     if options.batch_size is None:
         raise HvpipeError("--microbatches auto needs --batch-size. Received: no --batch-size")
     return best_microbatches(request_with, options.batch_size)
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Refuse flags that would have no effect, or that make no sense whatever the files are."""
+    if options.chunks is not None:
+        # Methods other than the search take the usual schedule for "auto".
+        ways = ("auto", "interleaved") if options.method == "search" else ("interleaved",)
+        if options.schedule not in ways:
+            other = f"--method {options.method} " if options.schedule == "auto" else ""
+            raise HvpipeError(
+                "--chunks needs --schedule interleaved. "
+                f"Received: {other}--schedule {options.schedule} --chunks {options.chunks}"
+            )
+    wrong = [number for number in options.recompute_stages or () if number < 0]
+    if wrong:
+        raise HvpipeError(
+            "--recompute-stages should have numbers of stages, from 0. "
+            f"Received: --recompute-stages {wrong[0]}"
+        )
+
+
+def _json(report: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(report, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise HvpipeError(f"Every figure of a report should be finite. Received: {error}") from error
 
 
 def _text(result: PlanResult, options: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -179,6 +208,12 @@ def in_flags(message: str, has_batch_size: bool = False) -> str:
 
 
 _FLAGS = (
+    (
+        r"\bstages=(\d+), schedule='([\w-]+)', microbatches=(\d+)",
+        r"--stages \1 --schedule \2 --microbatches \3",
+    ),
+    (r"\bmethod='(\w+)';", r"--method \1;"),
+    (r"^recompute should", "--recompute-stages should"),
     (r'schedule="([\w-]+)"', r"--schedule \1"),
     (r"recompute=True", "--recompute"),
     (r"(?<=with )(\d+) stages|(?<=or )(\d+) stages", r"--stages \1\2"),
@@ -206,7 +241,16 @@ def count_or_auto(text: str) -> int | str:
 
 
 def _whole(text: str) -> int:
+    """Parse a whole number of at most MOST in size; 1e6 is one."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value) or (math.isfinite(value) and not value.is_integer()):
+        raise argparse.ArgumentTypeError(f"should have whole numbers. Received: {short(text)}")
+    if abs(value) > MOST:
+        raise argparse.ArgumentTypeError(f"should be at most {MOST:g} in size. Received: {short(text)}")
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"should have whole numbers. Received: {text[:40]!r}") from None
+        return int(value)

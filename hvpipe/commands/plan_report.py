@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import Any
@@ -41,6 +42,7 @@ def to_json(result: PlanResult, *, explained: bool = False) -> dict[str, Any]:
             for name, one in result.baselines.items()
         },
         "fitting": {name: count for name, count in result.fitting.items() if is_random(name)},
+        "notes": notes(result),
         **explanation,
     }
 
@@ -52,7 +54,7 @@ def _explanation(result: PlanResult) -> list[str]:
 def _figures(one: Forecast, request: PlanRequest) -> dict[str, Any]:
     return {
         "step_s": one.step_s,
-        "samples_per_s": _samples(request) / one.step_s if one.step_s else None,
+        "samples_per_s": _ratio(_samples(request), one.step_s),
         "bottleneck_s": one.plan.bottleneck_s,
         "bubble": one.bubble,
         "utilization": dict(zip(one.plan.ranks, one.utilization, strict=True)),
@@ -64,7 +66,7 @@ def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained
     """Return the whole output of `hvpipe plan`; `drawing` draws the timeline of a pipeline."""
     parts = [title(result), "", *_stages(result.chosen, result.request)]
     if result.chosen.plan.method == DATA_PARALLEL:
-        parts += ["", _advice(result.chosen.plan)]
+        parts += ["", _advice(result.chosen.plan), *notes(result)]
     if is_large(result.chosen):
         parts += ["", f"The timeline is left out: {len(result.chosen.plan.ranks)} devices."]
     elif result.chosen.trace.events:
@@ -77,6 +79,16 @@ def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained
     if result.baselines:
         parts += ["", *_comparison(result)]
     return "\n".join(parts) + "\n"
+
+
+def notes(result: PlanResult) -> list[str]:
+    """Return a line for each option that the chosen plan does not use: the schedule, with data parallel."""
+    schedule = result.request.choice.schedule
+    if schedule == "auto" or result.chosen.plan.method != DATA_PARALLEL:
+        return []
+    others = [one.mode for one in result.candidates if one.mode != "data" and one.forecast is not None]
+    advice = f" Use --mode {others[0]} for a plan with this schedule." if others else ""
+    return [f"--schedule {schedule} is not in use, because data parallel has no schedule.{advice}"]
 
 
 def is_large(one: Forecast) -> bool:
@@ -118,8 +130,14 @@ def title(result: PlanResult) -> str:
 
 def _rate(result: PlanResult) -> str:
     """Say how many samples a second that is."""
-    step_s = result.chosen.step_s
-    return f", {_samples(result.request) / step_s:,.4g} samples/s" if step_s else ""
+    rate = _ratio(_samples(result.request), result.chosen.step_s)
+    return "" if rate is None else f", {rate:,.4g} samples/s"
+
+
+def _ratio(value: float, by: float) -> float | None:
+    """Return the ratio; None if it is not finite, because the divisor is 0 or next to it."""
+    ratio = value / by if by else math.inf
+    return ratio if math.isfinite(ratio) else None
 
 
 def _samples(request: PlanRequest) -> int:
@@ -220,6 +238,7 @@ def _counts(counts: Sequence[int]) -> str:
 def _comparison(result: PlanResult) -> Iterator[str]:
     header = ["plan", "stages", "step", "of chosen", "bottleneck", "bubble", "utilization", "most memory", ""]
     rows = []
+    chosen_s = result.chosen.step_s
     for name, one in {result.chosen.plan.method: result.chosen, **result.baselines}.items():
         drawn = is_random(name) and result.fitting.get(name, 0)
         shown = f"{name} (median of {drawn})" if drawn else name
@@ -231,7 +250,7 @@ def _comparison(result: PlanResult) -> Iterator[str]:
                 shown,
                 str(len(one.plan.stages)),
                 _seconds(one.step_s),
-                f"{one.step_s / result.chosen.step_s:.2f}x" if result.chosen.step_s else "",
+                "" if (longer := _ratio(one.step_s, chosen_s)) is None else f"{longer:.2f}x",
                 _seconds(one.plan.bottleneck_s),
                 f"{one.bubble:.1%}",
                 f"{1 - one.bubble:.1%}",

@@ -30,8 +30,9 @@ MOST_COMPARED = 5000
 MOST_SAMPLES = 10**9
 """The most samples of a batch."""
 
-MOST_MICROBATCHES, MOST_TRIED = 1 << 16, 1 << 10
-"""The most micro-batches of a step, and the most that `--microbatches auto` tries."""
+MOST_MICROBATCHES, MOST_TRIED = 1 << 14, 1 << 10
+"""The most micro-batches of a step, whose simulation takes some 0.1 s for each device, and the most that
+`--microbatches auto` tries."""
 
 _MOST_SIMULATED = 1 << 15
 """With many devices, `--microbatches auto` tries numbers up to this many micro-batches times devices."""
@@ -217,8 +218,10 @@ def best_microbatches(
         The request with the best number.
 
     Raises:
-        HvpipeError: If no number has a plan; it is the error for the last number.
+        HvpipeError: If the batch has no sample, or no number has a plan; it is the error for the last number.
     """
+    if batch_size < 1:
+        raise HvpipeError(f"A batch should have at least one sample. Received: batch_size={batch_size}")
     counts = counts_to_try(batch_size)
     best: tuple[float, PlanRequest] | None = None
     refused: HvpipeError | None = None
@@ -235,9 +238,8 @@ def best_microbatches(
             if best is None or best[0] >= shortest_s:
                 break
     if best is None:
-        raise refused or HvpipeError(
-            f"A batch should have at least one sample. Received: batch_size={batch_size}"
-        )
+        assert refused is not None
+        raise refused
     return best[1]
 
 
@@ -319,11 +321,8 @@ def _check(request: PlanRequest) -> None:
             f"Received: microbatches={choice.microbatches}"
         )
     layers = len(request.profile.layers)
-    if choice.schedule == "interleaved" and choice.chunks > layers:
-        raise HvpipeError(
-            "An interleaved schedule should have a layer for each chunk. "
-            f"Received: chunks={choice.chunks}, layers={layers}"
-        )
+    if choice.schedule == "interleaved":
+        check_chunks(choice.chunks, layers)
     if isinstance(choice.recompute, tuple) and max(choice.recompute, default=0) >= layers:
         raise HvpipeError(
             "The stages to recompute should be below the number of layers. "
@@ -335,6 +334,15 @@ def _check(request: PlanRequest) -> None:
         raise HvpipeError(
             "Data parallel has one stage: omit the stages, or choose another mode. "
             f"Received: mode='data', stages={stages}"
+        )
+
+
+def check_chunks(chunks: int, layers: int) -> None:
+    """Refuse more chunks than layers: no interleaved schedule has them."""
+    if chunks > layers:
+        raise HvpipeError(
+            "An interleaved schedule should have a layer for each chunk. "
+            f"Received: chunks={chunks}, layers={layers}"
         )
 
 

@@ -205,6 +205,7 @@ def _data(
     It tries all devices, the faster half, a quarter, and so on, and the sets that `data_devices` finds.
     """
     refusals: list[str] = []
+    shortages: list[str] = []
     fitting: list[Forecast] = []
     how = Pipelining("1f1b", choice.microbatches, choice.fixed_recompute)
     judge = Judge(profile, cluster, choice, BUDGET)
@@ -216,7 +217,7 @@ def _data(
         try:
             whole = forecast_data_parallel(profile, cluster, how, samples, names)
             if missing := whole.shortages(cluster):
-                refusals.append(_missing(missing))
+                shortages.append(_missing(missing))
             else:
                 fitting.append(whole)
         except PlanError as error:
@@ -228,7 +229,8 @@ def _data(
         if judged is not None:
             fitting.append(_forecast(profile, cluster, judged))
     if not fitting:
-        return Candidate("data", None, refusals[0])
+        # Too few samples are a reason for some of the sets only: with fewer devices, each has one.
+        return Candidate("data", None, (shortages or refusals)[0])
     return Candidate("data", min(fitting, key=lambda one: one.step_s))
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from hvpipe.config_file import Table, fingerprint, read_document, write_document
+from hvpipe.config_file import Table, fingerprint, read_document, short, write_document
 from hvpipe.errors import HvpipeError, listed
 
 FORMAT, VERSION = "hvpipe-cluster", 1
@@ -193,12 +193,13 @@ class Cluster:
             if twice := sorted(name for name, count in Counter(given).items() if count > 1):
                 raise HvpipeError(f"Names of {what} should differ. Received: {twice[0]!r} twice")
         if lost := sorted({host.rack for host in self.hosts} - {"", *racks}):
-            raise HvpipeError(f"A host's rack should be one of {listed(racks)}. Received: rack={lost[0]!r}")
+            wanted = f"one of {listed(racks)}" if racks else "left out, as the cluster lists no racks"
+            raise HvpipeError(f"A host's rack should be {wanted}. Received: rack={lost[0]!r}")
         for one, other, _ in self.measured:
             if one == other or not {one, other} <= set(names):
                 raise HvpipeError(
                     f"A measured link should join two devices of the cluster ({listed(names)}). "
-                    f"Received: between={[one, other]}"
+                    f"Received: between=[{short(one)}, {short(other)}]"
                 )
         pairs = Counter(frozenset(link[:2]) for link in self.measured)
         if again := [sorted(pair) for pair, count in pairs.items() if count > 1]:
@@ -477,7 +478,7 @@ def _device(row: Table) -> Device:
 def _measured_link(row: Table) -> tuple[str, str, Link]:
     between = row.texts("between")
     if len(between) != 2:
-        raise HvpipeError(f"{row.place}.between should name two devices. Received: between={between}")
+        raise HvpipeError(f"{row.place}.between should name two devices. Received: between={short(between)}")
     return between[0], between[1], _link(row, "between")
 
 
@@ -485,7 +486,7 @@ def _link(row: Table, *more: str) -> Link:
     row.allow(("latency_s", "bandwidth_bytes_per_s", *more))
     unlimited = not row.has("bandwidth_bytes_per_s")
     return Link(
-        latency_s=row.number("latency_s") if row.has("latency_s") else 0.0,
+        latency_s=row.seconds("latency_s") if row.has("latency_s") else 0.0,
         bandwidth_bytes_per_s=math.inf if unlimited else row.number("bandwidth_bytes_per_s", above=0),
     )
 

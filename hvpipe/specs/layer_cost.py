@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from hvpipe.config_file import NAME, Table, is_name
+from hvpipe.config_file import NAME, Table, is_name, short
 from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Link
 
@@ -143,7 +143,7 @@ class LayerCost:
             if not is_name(name) or not all(math.isfinite(time_s) and time_s >= 0 for time_s in pair):
                 raise HvpipeError(
                     f"time_s of layer {self.name!r} should be by type, which is {NAME}, and at least 0. "
-                    f"Received: {name!r}: {pair}"
+                    f"Received: {short(name)}: {pair}"
                 )
         for item in fields(self):
             if item.name not in _NO_NUMBERS:
@@ -216,9 +216,11 @@ def layer_json(layer: LayerCost) -> dict[str, Any]:
 def layer_of(row: Table) -> LayerCost:
     """Return the layer of a row of a profile."""
     sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
-    parts = ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share")
-    row.allow(("name", "forward_s", "backward_s", *sizes, *parts, *_OPTIONAL))
-    given: dict[str, Any] = {time: row.number(time) for time in ("forward_s", "backward_s")}
+    parts = ("fixed_forward_s", "fixed_backward_s", "weight_share")  # differences, which may be tiny
+    row.allow(("name", "forward_s", "backward_s", "update_s", *sizes, *parts, *_OPTIONAL))
+    given: dict[str, Any] = {time: row.seconds(time) for time in ("forward_s", "backward_s")}
+    if row.has("update_s"):
+        given["update_s"] = row.seconds("update_s")
     given |= {size: row.integer(size) for size in sizes}
     given |= {part: row.number(part) for part in parts if row.has(part)}
     if row.has("weights_of"):
@@ -235,7 +237,9 @@ def layer_of(row: Table) -> LayerCost:
 def _time_s(row: Table) -> dict[str, tuple[float, float]]:
     found = {}
     for name in row.as_dict():
-        pair = row.numbers(name)
+        if not is_name(name):
+            raise HvpipeError(f"{row.place} should be by type, which is {NAME}. Received: {short(name)}")
+        pair = row.all_seconds(name)
         if len(pair) != 2:
             raise HvpipeError(
                 f"{row.place}.{name} should be seconds of forward and backward. Received: {pair}"

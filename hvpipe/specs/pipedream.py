@@ -54,6 +54,8 @@ def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -
         raise HvpipeError(f"{place}: the name should be {NAME}. Received: {node['name'][:40]!a}")
     if (largest := max(output_bytes, weight_bytes, forward_s, backward_s)) > MOST:
         raise HvpipeError(f"{place}: times and sizes should be at most {MOST:g}. Received: {largest:g}")
+    if tiny := [time_s for time_s in (forward_s, backward_s) if 0 < time_s < 1 / MOST]:
+        raise HvpipeError(f"{place}: times should be 0, or at least {1 / MOST:g} s. Received: {tiny[0]:g} s")
     if node["kind"].startswith("Input"):
         return LayerCost(node["name"], 0.0, 0.0)
     try:

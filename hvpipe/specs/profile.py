@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from hvpipe.config_file import Table, fingerprint, read_document, write_document
+from hvpipe.config_file import Table, fingerprint, read_document, short, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Cluster, Device
 from hvpipe.specs.layer_cost import LayerCost, SentTensor, layer_json, layer_of
@@ -76,7 +76,7 @@ class Profile:
         if owner is None or owner.weights_of is not None or owner.weight_bytes != layer.weight_bytes:
             raise HvpipeError(
                 f"weights_of of layer {layer.name!r} should name a layer whose own weights have the same "
-                f"size. Received: weights_of={layer.weights_of!r}, weight_bytes={layer.weight_bytes}"
+                f"size. Received: weights_of={short(layer.weights_of)}, weight_bytes={layer.weight_bytes}"
             )
 
     def _check_tensors(self, place: int) -> None:
@@ -85,7 +85,7 @@ class Profile:
         if wrong := named ^ {self.layers[user].name for user in self.users[place]}:
             raise HvpipeError(
                 f"The tensors of layer {self.layers[place].name!r} should list the same users as the edges. "
-                f"Received: {min(wrong)!r}, which only one of the two has"
+                f"Received: {short(min(wrong))}, which only one of the two has"
             )
 
     @cached_property
@@ -148,7 +148,7 @@ class Profile:
                 if name not in number:
                     raise HvpipeError(
                         "An edge should join two layers of the profile. "
-                        f"Received: {pair[0]!r} -> {pair[1]!r}; there is no layer {name!r}"
+                        f"Received: {short(pair[0])} -> {short(pair[1])}; there is no layer {short(name)}"
                     )
             pairs.append((number[pair[0]], number[pair[1]]))
         order = _topological_order(given, sorted(set(pairs)))
@@ -165,7 +165,7 @@ class Profile:
         if name not in self._place:
             raise HvpipeError(
                 f"A layer should be one of the {len(self.layers)} in the profile of "
-                f"{self.model or 'this model'}. Received: name={name!r}"
+                f"{self.model or 'this model'}. Received: name={short(name)}"
             )
         return self._place[name]
 
@@ -428,10 +428,12 @@ def _cycle(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]], sorted
     """Name a cycle: walk back from any unsorted layer, as each has an unsorted maker."""
     stuck = set(range(len(layers))) - set(sorted_)
     maker_of = {user: maker for maker, user in reversed(edges) if maker in stuck and user in stuck}
-    walk = [min(stuck)]
-    while maker_of[walk[-1]] not in walk:
-        walk.append(maker_of[walk[-1]])
-    circle = walk[walk.index(maker_of[walk[-1]]) :]
+    walked: dict[int, int] = {}  # the position in the walk of each layer
+    layer = min(stuck)
+    while layer not in walked:
+        walked[layer] = len(walked)
+        layer = maker_of[layer]
+    circle = list(walked)[walked[layer] :]
     names = [layers[i].name[:40] for i in (circle[0], *reversed(circle))]
     if len(names) > _SHOWN:
         names = [*names[: _SHOWN - 1], f"{len(names) - _SHOWN} more", names[-1]]

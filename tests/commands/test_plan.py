@@ -349,6 +349,22 @@ def test_other_schedules(schedule: str, cluster: str, capsys: pytest.CaptureFixt
     assert f"search, {schedule}{chunks}, recompute, 8 micro-batches" in text
 
 
+def test_a_schedule_that_is_not_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: data parallel was chosen, and nothing said that it has no schedule."""
+    chain(1, 1, 1, 1).write(tmp_path / "p.json")
+    equal_cluster(2, Link(1e-4, 1e9)).write(tmp_path / "c.json")
+    files = (str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.json"), "--no-baselines")
+    note = (
+        "--schedule interleaved is not in use, because data parallel has no schedule. "
+        "Use --mode pipeline for a plan with this schedule."
+    )
+    interleaved = (*files, "--schedule", "interleaved")
+    assert f"\n{note}\n" in printed(capsys, *interleaved)
+    assert json.loads(printed(capsys, *interleaved, "--json"))["notes"] == [note]
+    assert json.loads(printed(capsys, *files, "--json"))["notes"] == []
+    assert "not in use" not in printed(capsys, *interleaved, "--mode", "pipeline")
+
+
 def test_recompute_in_some_stages(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     again = ("--recompute-stages", "1,0", "--no-baselines", "--schedule", "1f1b", "--mode", "pipeline")
     assert "search, 1f1b, recompute in 0, 1, 8 micro-batches" in printed(
@@ -408,6 +424,10 @@ def test_the_fixed_cost_of_a_micro_batch_decides_their_number(
     [
         (["--microbatches", "auto"], "auto needs --batch-size"),
         (["--microbatches", "auto", "--batch-size", "0"], "batch_size=0"),
+        (["--batch-size", "-4"], "at least one sample. Received: batch_size=-4"),
+        (["--chunks", "9e9"], "a layer for each chunk. Received: chunks=9000000000, layers=48"),
+        (["--method", "greedy", "--chunks", "2"], "Received: --method greedy --schedule auto --chunks 2"),
+        (["--recompute-stages", "-1"], "--recompute-stages should have .* --recompute-stages -1"),
         (["--microbatches", "auto", "--batch-size", "8", "--stages", "49"], "stages=49"),
         (["--stages", "49"], "stages=49"),
         (["--stages", "3"], "at most the number of devices, 2. Received: stages=3"),
@@ -419,7 +439,7 @@ def test_the_fixed_cost_of_a_micro_batch_decides_their_number(
         (["--schedule", "2f2b"], "schedule='2f2b'"),
         (["--schedule", "1f1b", "--chunks", "2"], "interleaved. Received: --schedule 1f1b --chunks 2"),
         (["--chunks", "0"], "chunks=0"),
-        (["--microbatches", "1000000000"], "at most 65,536 micro-batches. Received: microbatches=1000000000"),
+        (["--microbatches", "1000000000"], "at most 16,384 micro-batches. Received: microbatches=1000000000"),
         (["--stages", "0"], "stages=0"),
         (["--stages", "0", "--method", "even"], "stages=0"),
         (["--stages", "0", "--mode", "hybrid"], "stages should be at least 1. Received: stages=0"),
@@ -590,7 +610,11 @@ def test_remedies_are_flags() -> None:
     [
         (70, "--mode data", "Received: data: lacks memory .* It would fit with --mode pipeline."),
         (70, "--mode hybrid", "Received: hybrid: lacks memory .* It would fit with --mode pipeline."),
-        (54, "--method even", "method='even'; h0: .* It would fit with --method search --mode pipeline."),
+        (
+            54,
+            "--method even",
+            "Received: --method even; h0: .* fit with --method search --mode pipeline.",
+        ),
         (54, "--method random", "placements fits .* It would fit with --method search --mode pipeline."),
         (45, "--mode data", "Nor does it fit with --mode pipeline: .* fit with --stages 6 on 3 more"),
         (45, "--method even", "Nor does it fit with --method search --mode pipeline: .* with --stages 6 on"),
@@ -598,6 +622,7 @@ def test_remedies_are_flags() -> None:
         (70, "--recompute-stages 5 --stages 3", "from 0 to 2. Received: --recompute-stages 5$"),
         (70, "--recompute-stages 6", "Received: stage 6, layers=6$"),
         (45, "--stages 2 --microbatches 2", "with --stages 6 --microbatches 6 on 3 more devices"),
+        (45, "--mode pipeline", "Received: --stages 3 --schedule 1f1b --microbatches 8 of 8 samples;"),
     ],
 )
 def test_a_refusal_names_flags(

@@ -14,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpipe import cli
+from hvpipe.commands import plan_report, plan_request
+from hvpipe.plan.pipelining import Pipelining
 from hvpipe.specs.cluster import Link, equal_cluster
+from hvpipe.trace.text_chart import draw
 from model_graphs import chain
 
 WRONG = st.one_of(
@@ -35,6 +38,13 @@ def run(profile: str, cluster: str, *more: str) -> tuple[int, str, str]:
         except SystemExit as left:
             code = int(left.code or 0)
     return code, out.getvalue(), err.getvalue()
+
+
+def one_layer(**fields: Any) -> str:
+    """Return a profile of one layer with these fields."""
+    document = chain(1).to_json()
+    document["layers"][0] |= fields
+    return json.dumps(document)
 
 
 @st.composite
@@ -86,6 +96,15 @@ def test_a_malformed_file_is_one_line(
         (json.dumps({**chain(1).to_json(), "x" * 10**5: 1}), "Received: 'xxx"),
         (json.dumps({**chain(1).to_json(), "model": "\x1b]0;x\x07"}), "model should be a printable text"),
         (json.dumps({**chain(1).to_json(), "layers": []}), "at least one layer. Received: layers=[]"),
+        (
+            json.dumps({**chain(1).to_json(), "edges": [{"from": "x" * 10**5, "to": "y"}]}),
+            "Received: 'xxx",
+        ),
+        (one_layer(weights_of="x" * 10**5), "Received: weights_of='xxx"),
+        (one_layer(time_s={"x" * 10**5: [1, 2, 3]}), "by type, which is a printable text"),
+        (one_layer(tensors=[{"bytes": 1, "users": ["x" * 10**5]}]), "Received: 'xxx"),
+        (one_layer(forward_s=5e-324), "should be 0, or a number between 1e-18 and 1e+18 in size"),
+        (one_layer(time_s={"t": [1, 1e-19]}), "should be 0, or a number between 1e-18 and 1e+18 in size"),
     ],
 )
 def test_what_a_message_says(text: str, says: str, tmp_path: Path) -> None:
@@ -109,11 +128,42 @@ def test_an_output_that_cannot_be_written(option: str, path: str, tmp_path: Path
 
 def test_the_shortest_times_are_drawn(tmp_path: Path) -> None:
     """Regression: columns per second were infinite, and a place in the picture NaN."""
-    chain(1e-322, 1e-322).write(tmp_path / "p.json")
+    chain(4e-18, 4e-18).write(tmp_path / "p.json")
     equal_cluster(2).write(tmp_path / "c.json")
     code, out, _ = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"))
     assert code == 0
     assert out
+
+
+def test_figures_are_finite_if_times_are_too_short_to_divide_by() -> None:
+    """Regression: text said "inf samples/s" and "infx", and --json printed Infinity."""
+    shortest = plan_request.make_plan(
+        plan_request.PlanRequest(chain(5e-324, 5e-324), equal_cluster(2, Link(1.0)), Pipelining())
+    )
+    text = plan_report.to_text(shortest, lambda one: draw(one.trace, 80))
+    document = plan_report.to_json(shortest)
+    assert "inf" not in text
+    json.dumps(document, allow_nan=False)
+    assert document["forecast"]["samples_per_s"] is None
+
+
+@pytest.mark.parametrize("what", ["keys", "cycle"])
+def test_a_large_malformed_profile_is_refused_soon(what: str, tmp_path: Path) -> None:
+    """Regression: the time grew with the square of the keys of an object, or of the layers of a cycle."""
+    count, layer = 40_000, chain(1).to_json()["layers"][0]
+    if what == "keys":
+        text = "{" + ", ".join(f'"k{i}": 1' for i in [*range(count), count - 1]) + "}"
+    else:
+        layers = [{**layer, "name": f"l{i}"} for i in range(count)]
+        edges = [{"from": f"l{i}", "to": f"l{(i + 1) % count}"} for i in range(count)]
+        text = json.dumps({**chain(1).to_json(), "layers": layers, "edges": edges})
+    (tmp_path / "p.json").write_text(text)
+    equal_cluster(2).write(tmp_path / "c.json")
+    start_s = time.process_time()
+    code, _, err = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"))
+    assert time.process_time() - start_s < 4
+    assert code == 1
+    assert "the key 'k39999' twice" in err or "39996 more -> l0" in err
 
 
 def test_a_long_cycle_is_named_in_a_short_line(tmp_path: Path) -> None:
@@ -161,7 +211,9 @@ def test_lines_of_many_devices_are_short(
         (("--microbatches", "x"), "should have whole numbers. Received: 'x'"),
         (("--recompute-stages", "a,b"), "should have whole numbers. Received: 'a'"),
         (("--batch-size", "1000000000000"), "at most 1,000,000,000 samples"),
-        (("--batch-size", "1e12"), "should have whole numbers. Received: '1e12'"),
+        (("--batch-size", "1e12"), "at most 1,000,000,000 samples. Received: 1000000000000"),
+        (("--batch-size", "1.5"), "should have whole numbers. Received: '1.5'"),
+        (("--stages", "9" * 5000), "should be at most 1e+18 in size. Received: '999"),
     ],
 )
 def test_options_out_of_range(option: tuple[str, ...], says: str, tmp_path: Path) -> None:
@@ -170,4 +222,5 @@ def test_options_out_of_range(option: tuple[str, ...], says: str, tmp_path: Path
     code, out, err = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"), *option)
     assert (code in (1, 2), out) == (True, "")
     assert says in err
+    assert len(err.splitlines()[-1]) < 300
     assert "_" not in err.splitlines()[-1].split("should")[0].replace("hvpipe plan", "")

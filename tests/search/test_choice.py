@@ -135,6 +135,13 @@ def test_data_parallel_with_recompute_is_a_pipeline_of_one_stage() -> None:
     assert (devices(found), found.step_s) == ([2], 16)
 
 
+def test_why_few_samples_do_not_fit_many_devices_is_their_memory() -> None:
+    """Regression: the reason was that all devices together would not get a sample each."""
+    profile, cluster = chain(3, weight_bytes=10), equal_cluster(4, memory_bytes=19)
+    one = candidate("data", profile, cluster, Pipelining(microbatches=2))
+    assert one.refused == "lacks memory on 2 devices; on h0 1 bytes"
+
+
 def test_data_parallel_wins_with_small_weights() -> None:
     found = candidates(chain(3, 3), equal_cluster(2), FOUR)
     assert [one.mode for one in found] == ["data", "pipeline", "hybrid"]

@@ -174,6 +174,8 @@ def test_racks_are_a_third_level() -> None:
     assert Cluster.from_json(cluster.to_json()) == cluster
     with pytest.raises(HvpipeError, match=r"rack should be one of r. Received: rack='s'"):
         Cluster.from_json({"rack": [{"name": "r"}], "host": [{"name": "h", "rack": "s"}]})
+    with pytest.raises(HvpipeError, match=r"left out, as the cluster lists no racks. Received: rack='s'"):
+        Cluster.from_json({"host": [{"name": "h", "rack": "s"}]})
     many = {"name": "h", "rack": "r", "count": 40_000}
     with pytest.raises(HvpipeError, match=r"count should be at most 32768. Received: count=40000"):
         Cluster.from_json({"rack": [{"name": "r", "count": 2}], "host": [many]})

@@ -70,6 +70,10 @@ TIMES = "forward_compute_time=1, backward_compute_time=2"
             r"g\.txt, line 1: forward_s of layer 'n' should be finite and at least 0",
         ),
         (
+            f"n -- C -- {TIMES.replace('=1', '=1e-320')}, activation_size=1, parameter_size=1",
+            r"g\.txt, line 1: times should be 0, or at least 1e-18 s",
+        ),
+        (
             f"n\x1b -- C -- {TIMES}, activation_size=1, parameter_size=1",
             r"line 1: the name should be .*\. Received: 'n\\x1b'",
         ),
