@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             code = _run(arguments)
-        except SystemExit as left:  # after --help, or a usage error
+        except SystemExit:  # after --help, or a usage error
             _flush_output()
-            raise left
+            raise
         _flush_output()
         return code
     except BrokenPipeError:  # as in `hvpipe doctor | head`: nobody reads on
