@@ -124,9 +124,10 @@ other: other-setup
 mutations: setup
 	@$(BIN)/python tests/mutations.py
 
-# The part of `sanitize` that CI runs. The first time it takes 3 minutes of one core, most of them to compile.
+# The part of `sanitize` that CI runs. The first time it takes 5 minutes of one core, most of them to compile.
 races: setup
 	@$(TIMED) "engine from many threads under ThreadSanitizer, as two hosts" .ci/sanitize.sh $(VENV) thread hosts
+	@$(TIMED) "the same under AddressSanitizer and UBSan" .ci/sanitize.sh $(VENV) address driver
 
 # Not part of `test`: it builds the engine twice more and takes some 8 minutes.
 sanitize: setup
