@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group
-from hvpipe.plan.span_costs import Spans, Vector
+from hvpipe.plan.span_costs import Spans
 from hvpipe.specs.cluster import Cluster, Link
 from hvpipe.specs.profile import Profile
 
@@ -53,7 +52,7 @@ class ChainCutter:
         }
         self._compute_s, self._cut_bytes = spans.compute_s.tolist(), spans.cut_bytes.tolist()
         self._both_bytes = spans.cut_both_bytes.tolist()
-        self._kept: dict[int, Vector] = {}
+        self._kept: dict[int, array[float]] = {}
         self._stages: dict[tuple[Group, Group], _Stage] = {}
         self._numbers: dict[object, int] = {}
         self._send_s: dict[int, list[float]] = {}
@@ -202,11 +201,12 @@ class ChainCutter:
         most_bytes = room_bytes - in_flight * self._cut_bytes[start] + kept_bytes[start]
         if end <= start or kept_bytes[end] <= most_bytes:
             return end
-        return start + int(np.searchsorted(kept_bytes[start + 1 : end], most_bytes, "right"))
+        return bisect_right(kept_bytes, most_bytes, start + 1, end) - 1
 
-    def _kept_bytes(self, in_flight: int) -> Vector:
+    def _kept_bytes(self, in_flight: int) -> array[float]:
         """Return the sums of weights and of so many micro-batches' activations up to each end."""
         found = self._kept.get(in_flight)
         if found is None:
-            found = self._kept[in_flight] = self._spans.state_bytes + in_flight * self._spans.saved_bytes
+            sums_bytes = self._spans.state_bytes + in_flight * self._spans.saved_bytes
+            found = self._kept[in_flight] = array("d", sums_bytes.tolist())
         return found

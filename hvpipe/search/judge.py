@@ -206,6 +206,8 @@ class Judge:
             }
             if not missing or (self.many and all(map(self.model.are_equal, layout.groups))):
                 return missing
+        if self.many:  # it makes the schedule, which takes long
+            self.left -= self.work_of(layout) // 2
         sizes = self.model.memory_bytes(layout.placement, pipelining)
         return {
             name: size - self.room_bytes[name]
