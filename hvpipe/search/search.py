@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -25,6 +25,8 @@ BUDGET = 5_000_000
 _SIMULATED, _IMPROVED = 60, 6
 # With many devices, fewer are simulated.
 _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 32, 8
+# Of those improved, so many may differ by their cuts alone.
+_CUTS_OF_MANY = 3
 # So many of the best are simulated under other schedules at once, in each of two rounds.
 _RESCHEDULED = 4
 # None of these may cost more than 4 times the budget that is left. Those below a sixth come first.
@@ -94,10 +96,12 @@ def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str,
     every = every_layout(judge, stages, modes)
     layouts = list(starts.layouts())
     left = max(judge.left, budget // 2)
-    ordered = sorted(layouts, key=_promise_with_ports(judge) if many else judge.promise)
+    promise = _promise_with_ports(judge) if many else judge.promise
+    promises = {layout: promise(layout) for layout in layouts}
+    ordered = sorted(layouts, key=promises.__getitem__)
     judge.left = left  # however many there are, some must be simulated
     if many:
-        ordered = _varied(ordered)
+        ordered = _varied(ordered, {layout for layout in layouts if not promises[layout][0]})
     of_modes = ([one for one in ordered if one.mode == mode] for mode in ("pipeline", "hybrid", "data"))
     turns = zip_longest(*(of_mode[: simulated // 2] for of_mode in of_modes))
     promising = [one for turn in turns for one in turn if one is not None]
@@ -110,11 +114,13 @@ def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str,
         return judge.best
     ranked = _best_first([*_of_fewer(judge, stages, modes, budget // 4), *ranked])
     diverse = _diverse(ranked)
+    if many:
+        _improve_in_turn(judge, moves, list(dict.fromkeys((*ranked[:_CUTS_OF_MANY], *diverse)))[:improved])
+        return judge.best
     for start in diverse[:improved]:
         improve(judge, moves, start)
-    if not many:
-        _settle_rest(judge, moves, [*diverse[improved:], *(one for one in ranked if one not in diverse)])
-    if not many and len(cluster.devices) <= _KICKED_DEVICES:
+    _settle_rest(judge, moves, [*diverse[improved:], *(one for one in ranked if one not in diverse)])
+    if len(cluster.devices) <= _KICKED_DEVICES:
         _kick(judge, moves)
     return judge.best
 
@@ -196,10 +202,20 @@ def _judge_of_many(judge: Judge, moves: Moves, promising: Sequence[StageLayout])
         for layout in layouts:
             one = judge.judge(layout, judge.best.get(layout.mode)) if judge.left > half else None
             judged += [] if one is None else [one]
-        for start in _diverse(_best_first(judged))[:_RESCHEDULED]:
+        ranked = _best_first(judged)
+        for start in dict.fromkeys((*_diverse(ranked)[:_RESCHEDULED], *ranked[:_RESCHEDULED])):
             others = [judge.judge(each, start) for each in moves.schedules(start.layout)]
             judged += [one for one in others if one is not None]
     return _best_first(dict.fromkeys(judged))
+
+
+def _improve_in_turn(judge: Judge, moves: Moves, starts: Sequence[Judged]) -> None:
+    """Improve starts, each with half of the work that is left: the best may end where no move helps."""
+    for start in starts:
+        rest = judge.left // 2
+        judge.left -= rest
+        improve(judge, moves, start)
+        judge.left += rest
 
 
 def _promise_with_ports(judge: Judge) -> Callable[[StageLayout], tuple[float, float]]:
@@ -215,11 +231,13 @@ def _promise_with_ports(judge: Judge) -> Callable[[StageLayout], tuple[float, fl
     return promise
 
 
-def _varied(layouts: Iterable[StageLayout]) -> list[StageLayout]:
-    """Put the first layout of each number and kind of groups before the others."""
+def _varied(layouts: Sequence[StageLayout], fitting: Container[StageLayout]) -> list[StageLayout]:
+    """Put the first layout that fits of each number and kind of groups before the others."""
     firsts: dict[object, StageLayout] = {}
-    rest = [one for one in layouts if firsts.setdefault((len(one.groups), one.groups[0]), one) is not one]
-    return [*firsts.values(), *rest]
+    for one in layouts:
+        if one in fitting:
+            firsts.setdefault((len(one.groups), one.groups[0]), one)
+    return list(dict.fromkeys((*firsts.values(), *layouts)))
 
 
 def _best_first(judged: Iterable[Judged]) -> list[Judged]:
