@@ -34,8 +34,8 @@ MOST_MICROBATCHES, MOST_TRIED = 1 << 14, 1 << 10
 """The most micro-batches of a step, whose simulation takes some 0.1 s for each device, and the most that
 `--microbatches auto` tries."""
 
-_MOST_SIMULATED = 1 << 15
-"""With many devices, `--microbatches auto` tries numbers up to this many micro-batches times devices."""
+_COMPARED, _QUICK_PART = 3, 4
+"""With many devices, `--microbatches auto` plans so many numbers with this part of the work."""
 
 _WHOLE_SEARCHES = 3
 """If no number of micro-batches has a plan, at most so many are searched again, with all the work."""
@@ -227,7 +227,7 @@ def best_microbatches(
     refused: HvpipeError | None = None
     first = request_with(1)
     if len(first.cluster.devices) > MANY_DEVICES and first.method == SEARCH:
-        return _first_with_a_plan(request_with, _promising(first, counts), budget)
+        return _best_of_many(request_with, _promising(first, counts), budget)
     for count in counts:
         best, refused = _better(best, request_with, count, budget // len(counts))
     if best is None and isinstance(refused, PlanError):
@@ -246,19 +246,32 @@ def best_microbatches(
 def _promising(first: PlanRequest, counts: Sequence[int]) -> list[int]:
     """Return the numbers of micro-batches for many devices, those with the shortest estimated step first.
 
-    The estimate has equal stages and replicas, and no transfers. Numbers whose simulation takes long are left
-    out, those with few micro-batches for each device excepted.
+    The estimate has equal stages and replicas, and no transfers. There are at least so many stages that the
+    weights fit.
     """
-    devices, layers = len(first.cluster.devices), len(first.profile.layers)
+    devices, layers = first.cluster.devices, len(first.profile.layers)
     samples = first.profile.batch_size  # of one micro-batch, which is the batch
+    room_bytes = max(device.room_bytes for device in devices)
+    least = sum(layer.state_bytes for layer in first.profile.layers) / room_bytes
 
     def estimate_s(count: int) -> float:
         whole_s: float = first.profile.at_batch(math.ceil(samples / count)).compute_s
-        stages = (1 << power for power in range(min(devices, layers, count).bit_length()))
-        return whole_s * min((math.ceil(count / (devices // s)) + s - 1) / s for s in stages)
+        powers = (1 << power for power in range(min(len(devices), layers, count).bit_length()))
+        stages = [power for power in powers if power >= least]
+        rounds = ((math.ceil(count / (len(devices) // s)) + s - 1) / s for s in stages)
+        return whole_s * min(rounds, default=math.inf)
 
-    few = [count for count in counts if count * devices <= _MOST_SIMULATED] or list(counts[:1])
-    return sorted(few, key=lambda count: (estimate_s(count), count))
+    return sorted(counts, key=lambda count: (estimate_s(count), count))
+
+
+def _best_of_many(
+    request_with: Callable[[int], PlanRequest], counts: Sequence[int], budget: int
+) -> PlanRequest:
+    """Return the request with the best of the first numbers of micro-batches, by plans with less work."""
+    best: tuple[float, PlanRequest] | None = None
+    for count in counts[:_COMPARED]:
+        best, _ = _better(best, request_with, count, budget // _QUICK_PART)
+    return _first_with_a_plan(request_with, counts, budget) if best is None else best[1]
 
 
 def _first_with_a_plan(

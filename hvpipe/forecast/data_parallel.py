@@ -126,18 +126,24 @@ class DataParallelSteps:
         layers = self._profile.layers
         # A backward of one second completes the buckets at these times.
         one = RingGradients(layers, [BackwardSpan(0.0, 1.0)], Ring(1, Link()))
-        self._buckets = list(one.buckets())
-        self._update_s = sum(layer.update_s for layer in layers)
-        self._weight_bytes = sum(layer.weight_bytes for layer in layers)
+        buckets = list(one.buckets())
+        self._parts = np.array([part for part, _ in buckets])
+        self._sizes = np.array([size for _, size in buckets], float)
+        update_s = sum(layer.update_s for layer in layers)
+        weight_bytes = sum(layer.weight_bytes for layer in layers)
+        self._updates_s = update_s * self._sizes / max(1, weight_bytes)
         self._state_bytes = sum(layer.state_bytes for layer in layers)
         self._saved = np.array([layer.saved_bytes for layer in layers], float)
         self._fixed_s: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._known: dict[tuple[int, str], tuple[float, float, int]] = {}
 
     def of(self, names: Sequence[str]) -> tuple[float, float]:
         """Return the bytes that the devices lack together, and the seconds of their step.
 
         The step is infinite if a device would get no sample.
         """
+        if len(names) > self._samples:
+            return math.inf, math.inf
         devices = list(map(self._cluster.device, names))
         shares = whole_shares(self._samples, [self._speed[name] for name in names])
         if min(shares) < 1:
@@ -150,15 +156,29 @@ class DataParallelSteps:
             spans.add((turn_s, turn_s + backward_s / device.speed, device.speed))
             missing_bytes += max(0.0, size_bytes - device.room_bytes)
         starts_s, ends_s, speeds = np.array(sorted(spans)).T  # of the backwards
-        ring, end_s, free_s = Ring.of(self._cluster, names), 0.0, ends_s
-        for part, size_bytes in self._buckets:
-            final_s = float((starts_s + part * (ends_s - starts_s)).max())
-            end_s = max(end_s, final_s) + ring.seconds(size_bytes)
-            free_s = np.maximum(free_s, end_s) + self._update_s * size_bytes / self._weight_bytes / speeds
-        return missing_bytes, max(end_s, float(free_s.max()))
+        if not len(self._sizes):
+            return missing_bytes, float(ends_s.max())
+        ring = Ring.of(self._cluster, names)
+        final_s = (starts_s + self._parts[:, None] * (ends_s - starts_s)).max(axis=1)
+        start_s, link = ring.seconds(0), ring.link
+        ring_s = start_s + 2 * (1 - 1 / len(names)) * self._sizes / link.bandwidth_bytes_per_s
+        # A bucket's ring starts when the bucket is final and the ring before it is over.
+        until_s = np.cumsum(ring_s)
+        over_s = until_s + np.maximum.accumulate(final_s - until_s + ring_s)
+        # A device updates a bucket's weights when its ring is over and the update before it is, too.
+        update_s = np.cumsum(self._updates_s)
+        rest_s = (update_s[-1] - update_s + self._updates_s)[:, None] / speeds
+        free_s = np.maximum(ends_s + update_s[-1] / speeds, (over_s[:, None] + rest_s).max(axis=0))
+        return missing_bytes, max(float(over_s[-1]), float(free_s.max()))
 
     def _of_share(self, share: int, device_type: str) -> tuple[float, float, int]:
         """Return the seconds of forward and backward on a device of speed 1, and the bytes, of a share."""
+        key = share, device_type
+        if key not in self._known:
+            self._known[key] = self._share(share, device_type)
+        return self._known[key]
+
+    def _share(self, share: int, device_type: str) -> tuple[float, float, int]:
         by = share / self._profile.batch_size
         if device_type not in self._fixed_s:
             layers = self._profile.on(device_type).layers

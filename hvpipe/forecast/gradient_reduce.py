@@ -52,6 +52,12 @@ class Ring:
         for port, link in self.ports:
             yield port, min(self.seconds(size_bytes), self._seconds_over(link, size_bytes))
 
+    def least_s(self, port_link: Link, size_bytes: float, messages: int) -> float:
+        """Return the seconds that all-reduces of this size together keep a port with this link, at least."""
+        rounds = 2 * (self.devices - 1)
+        sent = rounds * size_bytes / self.devices, rounds * messages
+        return min(self.link.time_s(*sent), port_link.time_s(*sent))
+
     def _seconds_over(self, link: Link, size_bytes: float) -> float:
         rounds = 2 * (self.devices - 1)
         return link.time_s(rounds * size_bytes / self.devices, rounds) if rounds else 0.0

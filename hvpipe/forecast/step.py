@@ -58,6 +58,7 @@ class StepModel:
         self.profile, self.cluster = profile, cluster
         self.sums = LayerSums(profile)
         self._rings: dict[tuple[str, ...], Ring] = {}
+        self._equal: dict[tuple[str, ...], bool] = {}
 
     def schedule(
         self, placement: Placement, pipelining: Pipelining, shares: Shares | None = None
@@ -101,22 +102,30 @@ class StepModel:
     def most_memory_bytes(self, placement: Placement, pipelining: Pipelining) -> list[int]:
         """Return for each stage at least what `memory_bytes` returns for its ranks, without a schedule.
 
-        Not for chunks, several of which are on a rank.
+        If the devices of each stage are equal, it is what the fullest rank needs. Not for chunks, several of
+        which are on a rank.
         """
         ends, m = ends_of(placement), pipelining.microbatches
         state, received, saved = self.sums.kept_bytes(ends, self.sums.crossings(ends))
         counts = [len(devices) for devices, _ in placement]
+        equal = [self.are_equal(devices) for devices, _ in placement]
+        if all(equal):
+            in_flight = pipelining.all_in_flight(counts)
+        else:
+            in_flight = [-(-m // count) if alike else m for count, alike in zip(counts, equal, strict=True)]
         found = []
-        for stage, count in enumerate(counts):
-            devices = map(self.cluster.device, placement[stage][0])
-            equal = len({(device.speed, device.type) for device in devices}) == 1
-            dealt = -(-m // count) if equal else m  # micro-batches of a rank
-            if pipelining.schedule == "1f1b" and max(counts) == 1:
-                dealt = min(m, len(counts) - stage)
+        for stage, dealt in enumerate(in_flight):
             twice = pipelining.recomputes(stage)
             kept = received[stage] + (0 if twice else saved[stage])
             found.append(state[stage] + dealt * kept + (saved[stage] if twice else 0))
         return found
+
+    def are_equal(self, devices: tuple[str, ...]) -> bool:
+        """Tell whether devices have the same speed and type."""
+        if devices not in self._equal:
+            kinds = {(one.speed, one.type) for one in map(self.cluster.device, devices)}
+            self._equal[devices] = len(kinds) == 1
+        return self._equal[devices]
 
     def _memory_bytes(
         self, placement: Placement, pipelining: Pipelining, schedule: CodedSchedule

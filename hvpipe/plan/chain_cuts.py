@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group
@@ -49,10 +50,9 @@ class ChainCutter:
             kind: [0.0, *accumulate(layer.compute_s for layer in profile.on(kind).layers)]
             for kind in {device.type for device in cluster.devices} | {""}
         }
-        self._compute_s, self._cut_bytes, self._state, self._saved = (
-            vector.tolist()
-            for vector in (spans.compute_s, spans.cut_bytes, spans.state_bytes, spans.saved_bytes)
-        )
+        self._compute_s, self._cut_bytes = spans.compute_s.tolist(), spans.cut_bytes.tolist()
+        self._both_bytes = spans.cut_both_bytes.tolist()
+        self._kept: dict[int, array[float]] = {}
         self._stages: dict[tuple[Group, Group], _Stage] = {}
         self._numbers: dict[object, int] = {}
         self._send_s: dict[int, list[float]] = {}
@@ -83,6 +83,33 @@ class ChainCutter:
         if key not in self._known:
             self._known[key] = self._bisect(stages, in_flight, rule, recompute)
         return self._known[key]
+
+    def narrow(self, groups: Sequence[Group], tolerance: float) -> tuple[int, ...] | None:
+        """Return ends where little crosses, near those that give every stage the same time.
+
+        Args:
+            groups: The devices of each stage.
+            tolerance: How far an end may be from there, as a share of a stage.
+
+        Returns:
+            The ends; None if a stage would have no layer.
+        """
+        stages = [self._stage(*pair) for pair in zip(groups, (*groups[1:], groups[-1]), strict=True)]
+        reached = [*accumulate(stage.speed for stage in stages)]
+        stage_s = self._compute_s[-1] / len(stages)
+        ends = []
+        for part in reached[:-1]:
+            middle_s = self._compute_s[-1] * part / reached[-1]
+            first = bisect_left(self._compute_s, middle_s - tolerance * stage_s)
+            last = max(first, bisect_right(self._compute_s, middle_s + tolerance * stage_s) - 1)
+            ends.append(
+                min(
+                    range(first, last + 1),
+                    key=lambda end: (self._both_bytes[end], abs(self._compute_s[end] - middle_s)),
+                )
+            )
+        ends.append(len(self._compute_s) - 1)
+        return tuple(ends) if all(a < b for a, b in pairwise((0, *ends))) else None
 
     def _bisect(
         self, stages: Sequence[_Stage], in_flight: Sequence[int] | None, rule: str, recompute: bool
@@ -170,10 +197,16 @@ class ChainCutter:
 
     def _roomy_end(self, room_bytes: float, in_flight: int, start: int, end: int, recompute: bool) -> int:
         """Return the last end up to `end` of a run that fits the memory; `start` if none does."""
+        kept_bytes = self._kept_bytes(1 if recompute else in_flight)
+        most_bytes = room_bytes - in_flight * self._cut_bytes[start] + kept_bytes[start]
+        if end <= start or kept_bytes[end] <= most_bytes:
+            return end
+        return bisect_right(kept_bytes, most_bytes, start + 1, end) - 1
 
-        def lacks(end: int) -> bool:
-            kept = 1 if recompute else in_flight
-            size = self._state[end] - self._state[start] + kept * (self._saved[end] - self._saved[start])
-            return bool(size + in_flight * self._cut_bytes[start] > room_bytes)
-
-        return end if not lacks(end) else start + bisect_left(range(start + 1, end), True, key=lacks)
+    def _kept_bytes(self, in_flight: int) -> array[float]:
+        """Return the sums of weights and of so many micro-batches' activations up to each end."""
+        found = self._kept.get(in_flight)
+        if found is None:
+            sums_bytes = self._spans.state_bytes + in_flight * self._spans.saved_bytes
+            found = self._kept[in_flight] = array("d", sums_bytes.tolist())
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
@@ -86,18 +87,19 @@ class Judge:
         self.every_device = every_device
         self.many = len(cluster.devices) > MANY_DEVICES
         self.room_bytes = {device.name: device.room_bytes for device in cluster.devices}
+        self._most_chunks = max(chunks for _, chunks in choice.schedules)
         self.limited = self._most_bytes() > min(self.room_bytes.values())
         self._device = {device.name: device for device in cluster.devices}
         self._known: dict[StageLayout, Judged] = {}
         self._refused: set[StageLayout] = set()
         self._bounds: dict[StageLayout, tuple[Pipelining, float, float]] = {}
         self._links_of: dict[tuple[Group, Group], set[Link]] = {}
+        self._counts_of: dict[Group, list[tuple[tuple[str, float], int]]] = {}
 
     def _most_bytes(self) -> float:
-        """Return at least as many bytes as any layout needs on a device."""
+        """Return at least as many bytes as any layout with the usual chunks needs on a device."""
         spans, choice = Spans(self.profile), self.choice
-        chunks = max(chunks for _, chunks in choice.schedules)
-        stashed = float(spans.saved_bytes[-1]) + chunks * float(spans.cut_bytes.max())
+        stashed = float(spans.saved_bytes[-1]) + self._most_chunks * float(spans.cut_bytes.max())
         recomputed = float(spans.saved_bytes[-1])
         return float(spans.state_bytes[-1]) + choice.microbatches * stashed + recomputed
 
@@ -122,6 +124,11 @@ class Judge:
             if found.fits and found.beats(self.best.get(mode)):
                 self.best[mode] = found
         return found
+
+    def fastest(self, mode: str) -> list[Judged]:
+        """Return the layouts of a mode that were simulated, the fastest first."""
+        of_mode = (one for one in self._known.values() if one.fits and one.layout.mode == mode)
+        return sorted(of_mode, key=lambda one: one.step_s)
 
     def _forecast(self, layout: StageLayout, pipelining: Pipelining, rival: Judged | None) -> Judged | None:
         pipelining, missing_bytes, bound_s = self._bounded(layout, pipelining)
@@ -168,7 +175,7 @@ class Judge:
 
     def _with_memory(self, layout: StageLayout, pipelining: Pipelining) -> tuple[Pipelining, float]:
         """Let stages recompute where memory is short, if that is open; return what is still missing."""
-        if not self.limited:
+        if not self.limited and layout.chunks <= self._most_chunks:
             return pipelining, 0
         missing = self._missing(layout, pipelining)
         if self.choice.recompute != "auto" or not missing:
@@ -191,9 +198,16 @@ class Judge:
     def _missing(self, layout: StageLayout, pipelining: Pipelining) -> dict[str, float]:
         if layout.chunks == 1:
             most_bytes = self.model.most_memory_bytes(layout.placement, pipelining)
-            rooms_bytes = (min(map(self.room_bytes.__getitem__, names)) for names in layout.groups)
-            if all(most <= room for most, room in zip(most_bytes, rooms_bytes, strict=True)):
-                return {}
+            missing = {
+                name: most - self.room_bytes[name]
+                for most, names in zip(most_bytes, layout.groups, strict=True)
+                for name in names
+                if most > self.room_bytes[name]
+            }
+            if not missing or (self.many and all(map(self.model.are_equal, layout.groups))):
+                return missing
+        if self.many:  # it makes the schedule, which takes long
+            self.left -= self.work_of(layout) // 2
         sizes = self.model.memory_bytes(layout.placement, pipelining)
         return {
             name: size - self.room_bytes[name]
@@ -286,20 +300,29 @@ class Judge:
 
     def _update_s(self, group: Group, start: int, end: int) -> float:
         """Return the seconds that summing and updating the weights of a run of layers takes at least."""
-        sums, speed = self.model.sums, max(self._device[name].speed for name in group)
+        sums, speed = self.model.sums, max(speed for (_, speed), _ in self._counts(group))
         reduce_s = 0.0
         if len(group) > 1:
-            reduce_s = sum(map(self.model.ring(group).seconds, sums.bucket_bytes(start, end)))
+            ring, sizes_bytes = self.model.ring(group), sums.bucket_bytes(start, end)
+            reduce_s = ring.least_s(ring.link, sum(sizes_bytes), len(sizes_bytes))
         return reduce_s + sums.whole_update_s(start, end) / speed
 
     def _times_s(self, group: Group, start: int, end: int, recompute: bool) -> list[tuple[float, float]]:
         """Return each device's seconds of forward and backward for a run of layers."""
-        found = []
-        for device in map(self._device.__getitem__, group):
-            sums = self.model.sums.on(device.type)
-            forward_s = (sums.forward_s[end] - sums.forward_s[start]) / device.speed
-            backward_s = (sums.backward_s[end] - sums.backward_s[start]) / device.speed
-            found.append((forward_s, backward_s + forward_s if recompute else backward_s))
+        found: list[tuple[float, float]] = []
+        for (kind, speed), count in self._counts(group):
+            sums = self.model.sums.on(kind)
+            forward_s = (sums.forward_s[end] - sums.forward_s[start]) / speed
+            backward_s = (sums.backward_s[end] - sums.backward_s[start]) / speed
+            found += [(forward_s, backward_s + forward_s if recompute else backward_s)] * count
+        return found
+
+    def _counts(self, group: Group) -> Sequence[tuple[tuple[str, float], int]]:
+        """Return the types and speeds of a group's devices, each with the number of such devices."""
+        found = self._counts_of.get(group)
+        if found is None:
+            devices = map(self._device.__getitem__, group)
+            found = self._counts_of[group] = list(Counter((one.type, one.speed) for one in devices).items())
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from hvpipe.plan.replication import Group
@@ -25,6 +26,13 @@ class StageLayout:
     ends: tuple[int, ...]
     schedule: str
     chunks: int = 1
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.groups, self.ends, self.schedule, self.chunks))
 
     @property
     def placement(self) -> list[tuple[Group, range]]:

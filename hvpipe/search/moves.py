@@ -42,25 +42,25 @@ class Moves:
 
     def boundaries(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield the layout with one boundary moved by 1, 2, 4, ... layers, small steps first."""
-        step = 1
+        step, bounds = 1, (0, *layout.ends)
         while step < self._layers:
             for place in range(len(layout.ends) - 1):
                 for end in (layout.ends[place] - step, layout.ends[place] + step):
-                    ends = (*layout.ends[:place], end, *layout.ends[place + 1 :])
-                    if are_ends(ends, self._layers):
+                    if bounds[place] < end < bounds[place + 2]:
+                        ends = (*layout.ends[:place], end, *layout.ends[place + 1 :])
                         yield replace(layout, ends=ends)
             step *= 2
 
     def shifts(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield the layout with several neighbouring boundaries moved in the same direction by a layer, or
         with few stages, by 1, 2, 4, ... layers."""
-        inner, step = len(layout.ends) - 1, 1
+        inner, step, bounds = len(layout.ends) - 1, 1, (0, *layout.ends)
         while step < (self._layers if inner < _FEW_STAGES else 2):
             for first, last in combinations(range(inner + 1), 2):
                 for by in (-step, step) if last - first > 1 else ():
-                    moved = tuple(end + by for end in layout.ends[first:last])
-                    ends = (*layout.ends[:first], *moved, *layout.ends[last:])
-                    if are_ends(ends, self._layers):
+                    if bounds[first] < bounds[first + 1] + by and bounds[last] + by < bounds[last + 1]:
+                        moved = tuple(end + by for end in layout.ends[first:last])
+                        ends = (*layout.ends[:first], *moved, *layout.ends[last:])
                         yield replace(layout, ends=ends)
             step *= 2
 
@@ -215,6 +215,8 @@ def settle(judge: Judge, moves: Moves, start: Judged) -> Judged:
         improved = False
         for neighbours in (moves.boundaries, moves.schedules, moves.shifts, moves.pairs):
             for layout in neighbours(best.layout):
+                if judge.left <= 0:
+                    break
                 judged = judge.judge(layout, best)
                 if judged is not None and judged.beats(best):
                     best, improved = judged, True

@@ -10,6 +10,9 @@ from hvpipe.plan.pipelining import SCHEDULES, Pipelining, checked_recompute
 AUTO_SCHEDULES = (("1f1b", 1), ("eager-1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2))
 """The schedules, with their chunks, that "auto" stands for; the first is the usual one."""
 
+_MORE_CHUNKS = (3, 4, 6, 8)
+"""Other numbers of chunks that "auto" tries on the best pipelines."""
+
 
 @dataclass(frozen=True)
 class PipeliningChoice:
@@ -20,7 +23,8 @@ class PipeliningChoice:
         microbatches: Micro-batches of a step, at least 1. A profile's costs are for one.
         recompute: True, False or numbers of stages as `Pipelining` takes them. "auto" recomputes in the
             stages that would not fit otherwise.
-        chunks: Stages of each device of an interleaved schedule.
+        chunks: Stages of each device of an interleaved schedule. With schedule "auto" and 2, the best
+            pipelines are also tried with more.
 
     Raises:
         HvpipeError: If a value is out of range.
@@ -59,6 +63,15 @@ class PipeliningChoice:
         if self.schedule == "auto":
             return tuple((name, self.chunks if chunks > 1 else 1) for name, chunks in AUTO_SCHEDULES)
         return ((self.schedule, self.chunks if self.schedule == "interleaved" else 1),)
+
+    @property
+    def more_chunks(self) -> tuple[int, ...]:
+        """Other numbers of chunks to try on the best pipelines; empty if the number is fixed."""
+        return _MORE_CHUNKS if self.schedule == "auto" and self.chunks == 2 else ()
+
+    def interleaved(self, chunks: int) -> Pipelining:
+        """Return the interleaved schedule with so many chunks."""
+        return Pipelining("interleaved", self.microbatches, self.fixed_recompute, chunks)
 
     @property
     def fixed_recompute(self) -> bool | tuple[int, ...]:

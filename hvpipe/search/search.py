@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from hvpipe.search.exhaustive import every_layout, judge_all
 from hvpipe.search.judge import Judge, Judged
 from hvpipe.search.layout import StageLayout
+from hvpipe.search.more_chunks import try_more_chunks
 from hvpipe.search.moves import Moves, improve, settle, try_better
 from hvpipe.search.options import PipeliningChoice
+from hvpipe.search.ports import PortTimes
 from hvpipe.search.starts import Starts
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
@@ -20,10 +23,14 @@ BUDGET = 5_000_000
 
 # The starts that are simulated, the most promising, and those of them that are improved.
 _SIMULATED, _IMPROVED = 60, 6
-# With many devices, fewer are simulated and improved.
-_SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 12, 2
-# None of these may cost more than 4 times the budget that is left. Those below an eighth come first.
-_OVERDRAFT, _CHEAP = 4, 8
+# With many devices, fewer are simulated.
+_SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 32, 8
+# Of those improved, so many may differ by their cuts alone.
+_CUTS_OF_MANY = 3
+# So many of the best are simulated under other schedules at once, in each of two rounds.
+_RESCHEDULED = 4
+# None of these may cost more than 4 times the budget that is left. Those below a sixth come first.
+_OVERDRAFT, _CHEAP = 4, 6
 
 # So many stages are tried however few the micro-batches are: devices of different types may each be fast on
 # some layers.
@@ -75,6 +82,8 @@ def search(
         judge.most_groups = len(cluster.devices)
         judge.left = budget
         found = _search(judge, stages, modes)
+    if "pipeline" in modes and stages is None:
+        try_more_chunks(judge, budget)
     return found
 
 
@@ -87,28 +96,31 @@ def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str,
     every = every_layout(judge, stages, modes)
     layouts = list(starts.layouts())
     left = max(judge.left, budget // 2)
-    ordered = sorted(layouts, key=judge.promise)
+    promise = _promise_with_ports(judge) if many else judge.promise
+    promises = {layout: promise(layout) for layout in layouts}
+    ordered = sorted(layouts, key=promises.__getitem__)
     judge.left = left  # however many there are, some must be simulated
+    if many:
+        ordered = _varied(ordered, {layout for layout in layouts if not promises[layout][0]})
     of_modes = ([one for one in ordered if one.mode == mode] for mode in ("pipeline", "hybrid", "data"))
     turns = zip_longest(*(of_mode[: simulated // 2] for of_mode in of_modes))
     promising = [one for turn in turns for one in turn if one is not None]
-    if many:  # the simulation of a thousand stages may take the whole budget
-        promising = [one for one in promising if judge.work_of(one) <= _OVERDRAFT * left]
-        promising.sort(key=lambda one: judge.work_of(one) > left // _CHEAP)
-    judged = [
-        judge.judge(layout, judge.best.get(layout.mode) if many else None)
-        for layout in (*starts.greedy(), *promising)
-    ]
-    ranked = _best_first(one for one in judged if one is not None)
+    if many:
+        ranked = _judge_of_many(judge, moves, [*starts.greedy(), *promising])
+    else:
+        judged = [judge.judge(layout) for layout in (*starts.greedy(), *promising)]
+        ranked = _best_first(one for one in judged if one is not None)
     if every is not None and judge_all(judge, every, budget // 3):
         return judge.best
     ranked = _best_first([*_of_fewer(judge, stages, modes, budget // 4), *ranked])
     diverse = _diverse(ranked)
+    if many:
+        _improve_in_turn(judge, moves, list(dict.fromkeys((*ranked[:_CUTS_OF_MANY], *diverse)))[:improved])
+        return judge.best
     for start in diverse[:improved]:
         improve(judge, moves, start)
-    if not many:
-        _settle_rest(judge, moves, [*diverse[improved:], *(one for one in ranked if one not in diverse)])
-    if not many and len(cluster.devices) <= _KICKED_DEVICES:
+    _settle_rest(judge, moves, [*diverse[improved:], *(one for one in ranked if one not in diverse)])
+    if len(cluster.devices) <= _KICKED_DEVICES:
         _kick(judge, moves)
     return judge.best
 
@@ -125,7 +137,12 @@ def faster_halves(profile: Profile, cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _of_fewer(judge: Judge, stages: int | None, modes: Sequence[str], budget: int) -> list[Judged]:
-    """Search the faster half of the devices, and judge the best layouts on all of them."""
+    """Search the faster half of the devices, and judge the best layouts on all of them.
+
+    With many devices that are alike there is no faster half: the starts leave devices idle.
+    """
+    if judge.many and _are_alike(judge.cluster):
+        return []
     half = next(faster_halves(judge.profile, judge.cluster), None)
     if half is None or judge.every_device or (stages or 1) > len(half.devices) * judge.choice.usual.chunks:
         return []
@@ -136,6 +153,15 @@ def _of_fewer(judge: Judge, stages: int | None, modes: Sequence[str], budget: in
         judge.left = max(judge.left, 1)  # these few count in any case
         judged.append(judge.judge(one.layout))
     return [one for one in judged if one is not None]
+
+
+def _are_alike(cluster: Cluster) -> bool:
+    """Tell whether all hosts have the same links and the same devices."""
+    hosts = {
+        (host.link, host.inner, tuple(replace(device, name="") for device in host.devices))
+        for host in cluster.hosts
+    }
+    return len(hosts) == 1 and not cluster.measured
 
 
 def _kick(judge: Judge, moves: Moves) -> None:
@@ -159,6 +185,59 @@ def _settle_rest(judge: Judge, moves: Moves, starts: Iterable[Judged]) -> None:
         settled = settle(judge, moves, start)
         if settled.fits and settled is judge.best.get(settled.layout.mode):
             improve(judge, moves, settled)
+
+
+def _judge_of_many(judge: Judge, moves: Moves, promising: Sequence[StageLayout]) -> list[Judged]:
+    """Judge layouts of many devices, and the best of them under other schedules; those that cost least first.
+
+    The simulation of a thousand stages may take the whole budget.
+    """
+    left = judge.left
+    work = {layout: judge.work_of(layout) for layout in promising}
+    cheap = [layout for layout in promising if work[layout] <= left // _CHEAP]
+    costly = [layout for layout in promising if left // _CHEAP < work[layout] <= _OVERDRAFT * left]
+    judged: list[Judged] = []
+    for layouts in (cheap, costly):
+        half = judge.left // 2
+        for layout in layouts:
+            one = judge.judge(layout, judge.best.get(layout.mode)) if judge.left > half else None
+            judged += [] if one is None else [one]
+        ranked = _best_first(judged)
+        for start in dict.fromkeys((*_diverse(ranked)[:_RESCHEDULED], *ranked[:_RESCHEDULED])):
+            others = [judge.judge(each, start) for each in moves.schedules(start.layout)]
+            judged += [one for one in others if one is not None]
+    return _best_first(dict.fromkeys(judged))
+
+
+def _improve_in_turn(judge: Judge, moves: Moves, starts: Sequence[Judged]) -> None:
+    """Improve starts, each with half of the work that is left: the best may end where no move helps."""
+    for start in starts:
+        rest = judge.left // 2
+        judge.left -= rest
+        improve(judge, moves, start)
+        judge.left += rest
+
+
+def _promise_with_ports(judge: Judge) -> Callable[[StageLayout], tuple[float, float]]:
+    """Return the judge's promise, with at least the seconds of the busiest port."""
+    ports = PortTimes(judge.model, judge.choice.microbatches)
+
+    def promise(layout: StageLayout) -> tuple[float, float]:
+        missing_bytes, bound_s = judge.promise(layout)
+        if missing_bytes or len(layout.devices) == 1:
+            return missing_bytes, bound_s
+        return missing_bytes, max(bound_s, ports.busiest_s(layout))
+
+    return promise
+
+
+def _varied(layouts: Sequence[StageLayout], fitting: Container[StageLayout]) -> list[StageLayout]:
+    """Put the first layout that fits of each number and kind of groups before the others."""
+    firsts: dict[object, StageLayout] = {}
+    for one in layouts:
+        if one in fitting:
+            firsts.setdefault((len(one.groups), one.groups[0]), one)
+    return list(dict.fromkeys((*firsts.values(), *layouts)))
 
 
 def _best_first(judged: Iterable[Judged]) -> list[Judged]:

@@ -20,6 +20,8 @@ from hvpipe.search.layout import StageLayout, even_ends
 # grows with devices times layers, is left out.
 _FEW, _GREEDY_DEVICES, _GREEDY_STAGES = 8, 16, 64
 _CUT_OF_MANY = 140  # the work of the cuts for a stage, as `Judge` counts it
+# With many devices, cuts may lie so far from where all stages take equally long, as a share of a stage.
+_TOLERANCES = (0.02, 0.1, 0.3)
 _BASELINES = ("m_topo",)
 
 
@@ -68,6 +70,9 @@ class Starts:
             for recompute in dict.fromkeys((again, self._relaxed or again)):
                 if ends := self.cutter.cut(stages, how, rule, recompute=recompute):
                     yield StageLayout(tuple(groups), ends, how.schedule, how.chunks)
+        for tolerance in _TOLERANCES if self._many else ():
+            if ends := self.cutter.narrow(stages, tolerance):
+                yield StageLayout(tuple(groups), ends, how.schedule, how.chunks)
         yield StageLayout(
             tuple(groups), even_ends(len(self._profile.layers), len(stages)), how.schedule, how.chunks
         )
@@ -106,6 +111,11 @@ class Starts:
     def _all_groups(self, chunks: int) -> Iterator[list[Group]]:
         """Yield the devices of each stage, for each number of stages and order of devices to try."""
         devices = len(self._cluster.devices)
+        if self._many and "hybrid" in self._modes and chunks == 1:
+            hosts = len(self._cluster.hosts)
+            for count in self._counts(devices, chunks):
+                if self._stages is not None or count in (hosts, 1 << (count.bit_length() - 1)):
+                    yield from self._on_hosts(count)
         for count in self._counts(devices, chunks):
             if "pipeline" in self._modes:
                 for names in self._orders(count):
@@ -116,6 +126,22 @@ class Starts:
                     names = [device.name for device in self._cluster.devices]
                     ends = [0, *even_ends(devices, count)]
                     yield [tuple(names[a:b]) for a, b in pairwise(ends)]
+
+    def _on_hosts(self, count: int) -> Iterator[list[Group]]:
+        """Yield ways to give each stage the devices of a part of a host, of a host, or of several hosts.
+
+        They leave devices idle: `groupings` has those that use all. Hosts with more speed come first.
+        """
+        hosts = sorted(self._cluster.hosts, key=lambda host: -sum(one.speed for one in host.devices))
+        size = len(hosts[0].devices)
+        names = [one.name for host in hosts if len(host.devices) == size for one in host.devices]
+        each = size
+        while each % 2 == 0 and each > 2:
+            each //= 2
+        while each < len(names) // count and each <= self._choice.microbatches:
+            if each > 1:
+                yield [tuple(names[stage * each : (stage + 1) * each]) for stage in range(count)]
+            each *= 2
 
     def _orders(self, count: int) -> list[list[str]]:
         """Return orders of `count` devices: as listed, the fastest first and last, the roomiest first."""

@@ -273,12 +273,15 @@ def test_a_part_of_the_work_refuses_no_batch(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [(1, part), (2, part), (4, part), (8, part), (8, BUDGET), (4, BUDGET), (2, BUDGET)]
 
 
-def test_an_estimate_chooses_the_micro_batches_of_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: with 1,024 devices, simulating 13 numbers of micro-batches took minutes."""
+def test_an_estimate_leaves_few_numbers_of_micro_batches_for_many_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: with 1,024 devices, simulating 13 numbers of micro-batches took minutes. Later the estimate
+    alone chose, and left out the largest numbers."""
     asked = []
 
     def counted(*given: Any) -> list[Candidate]:
-        asked.append(given[2].microbatches)
+        asked.append((given[2].microbatches, given[-1]))
         return find(*given)
 
     monkeypatch.setattr(plan_request, "find", counted)
@@ -288,8 +291,9 @@ def test_an_estimate_chooses_the_micro_batches_of_many_devices(monkeypatch: pyte
         return PlanRequest(profile, equal_cluster(65), PipeliningChoice(microbatches=count), mode="data")
 
     chosen = best_microbatches(request_with, 4096).choice.microbatches
-    assert asked == [chosen]
-    assert chosen * 65 <= 1 << 15
+    assert len(asked) == 3
+    assert chosen in [count for count, _ in asked]
+    assert sum(part for _, part in asked) < BUDGET
 
 
 def test_json_output(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
