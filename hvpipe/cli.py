@@ -68,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _CANNOT_WRITE:
             raise
+        if error.filename is not None:
+            print(f"hvpipe: {error.strerror}: {error.filename}", file=sys.stderr)
+            return code or 2
         _discard_output()
         print(f"hvpipe: The output should be writable. Received: {error.strerror}", file=sys.stderr)
         return code or 1

@@ -347,3 +347,16 @@ def test_output_that_cannot_be_written(arguments: str, unbuffered: str) -> None:
         )
     message = "hvpipe: The output should be writable. Received: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (1, message)
+
+
+def test_a_full_disk_of_another_file_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: it was reported as an output that cannot be written."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "folder/file")
+
+    monkeypatch.setattr("hvpipe.commands.doctor.run", fail)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "hvpipe: No space left on device: folder/file\n"

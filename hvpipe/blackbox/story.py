@@ -24,8 +24,10 @@ _ALONE_S = 0.05
 """The launcher sends SIGTERM to all ranks within a shorter time."""
 _MOST_NAMED = 8
 _WORTH_SAYING_S = 0.5
-_ABORTED, _BY_SIGNAL = 1, 128
-"""Codes of jobs that a rank has aborted, and of those that a signal has ended begin here."""
+_ABORTED = 1
+"""The exit code of a job that a rank has aborted."""
+_BY_SIGNAL = 128
+"""Exit codes of jobs that a signal has ended begin here."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def first_to_end(flights: Sequence[Flight]) -> Flight | None:
     first = min(own, key=_end_s, default=None)
     lost = [one.ended_s for one in flights if one.ended_s is not None and _lost_a_peer(one)]
     launcher = [one.ended_s for one in flights if one.ended_s is not None and one.signal == signal.SIGTERM]
-    if len(launcher) == len(flights) > 1:
+    if len(launcher) == len(flights) > 1 and len({one.host for one in flights}) == 1:  # one clock
         sooner, later = sorted(flights, key=_end_s)[:2]
         return sooner if _end_s(later) - _end_s(sooner) > _ALONE_S else None
     # Ranks that the launcher killed also end without a word, but after others have noticed the loss.
@@ -129,10 +131,10 @@ def to_text(records: Records) -> str:
     if not flights:
         return "\n".join(lines)
     lines.append(f"What happened: {verdict(flights)}")
+    first = first_to_end(flights)
     for flight in flights:
-        lines.append(
-            f"  rank {flight.rank} on {flight.host}: {flight.steps} steps; ended {_end_words(flight)}"
-        )
+        ended = _end_words(flight, first=flight is first)
+        lines.append(f"  rank {flight.rank} on {flight.host}: {flight.steps} steps; ended {ended}")
         if flight.frozen is not None:
             lines.append(f"    {_frozen_words(flight)}")
         wait = open_wait(flight)

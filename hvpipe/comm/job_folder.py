@@ -33,9 +33,9 @@ _CHECKPOINTS = "checkpoints"
 
 @contextlib.contextmanager
 def new_job_folder() -> Iterator[Path]:
-    """Make a job folder, and remove it afterwards, with those that killed jobs have left.
+    """Make a job folder, and remove it afterwards. First remove a killed job's folder that is a day old.
 
-    Meanwhile it is locked. So systemd-tmpfiles does not clean it up, however long the job runs.
+    The folder is locked. So systemd-tmpfiles does not clean it up, however long the job runs.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -80,8 +80,8 @@ def asked_to_stop(folder: Path) -> bool:
 def listening(folder: Path, rank: int) -> Iterator[None]:
     """Let others know that this rank stops when asked."""
     sign = folder / f"listening-{rank}"
-    with contextlib.suppress(OSError):
-        sign.write_text(str(os.getpid()))
+    with contextlib.suppress(OSError), atomic_file(sign) as file:
+        file.write(str(os.getpid()).encode())
     try:
         yield
     finally:
@@ -200,10 +200,13 @@ def read_loss(job: Path) -> Loss | None:
 
 def _lives(sign: Path) -> bool:
     """Tell whether the process that a file names is there."""
-    with contextlib.suppress(OSError, ValueError):
+    try:
         os.kill(int(sign.read_text()), 0)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except (OSError, ValueError):  # it may be
         return True
-    return False
+    return True
 
 
 def _place(job: str, checkpoints: Path | None) -> Path | None:

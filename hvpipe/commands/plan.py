@@ -160,6 +160,8 @@ def _check_flags(options: argparse.Namespace) -> None:
                 "--chunks needs --schedule interleaved. "
                 f"Received: {other}--schedule {options.schedule} --chunks {options.chunks}"
             )
+        if options.mode == "data":
+            raise HvpipeError(f"--chunks needs a pipeline. Received: --mode data --chunks {options.chunks}")
     wrong = [number for number in options.recompute_stages or () if number < 0]
     if wrong:
         raise HvpipeError(

@@ -57,10 +57,12 @@ class Restarting:
     Args:
         options: The options that `add_options` added.
         places: The ranks and hosts that the job starts with.
+        launcher: What the launcher belongs to. Only Open MPI's tells an exit code from a signal.
     """
 
-    def __init__(self, options: argparse.Namespace, places: join.Places) -> None:
+    def __init__(self, options: argparse.Namespace, places: join.Places, launcher: str = "Open MPI") -> None:
         self.places = places
+        self._knows_codes = launcher == "Open MPI"
         self.joined = False
         """Whether the job goes on with other `places`: `hvpipe join` asked, or a pipeline lost ranks."""
         if options.restarts < 0:
@@ -187,7 +189,8 @@ class Restarting:
         if not flights:
             return
         more = f" More: hvpipe blackbox {kept}" if kept else ""
-        print(f"hvpipe run: {story.verdict(flights, code)}{more}", file=sys.stderr, flush=True)
+        verdict = story.verdict(flights, code if self._knows_codes else None)
+        print(f"hvpipe run: {verdict}{more}", file=sys.stderr, flush=True)
 
 
 def _tell_loss(loss: Loss, checkpoint: str | None) -> None:

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     spec = launch_options.launch_spec(options, command, environ)
     if options.verbose and not options.dry_run:
         launch_options.start(spec, settings, environ, dry_run=True)
-    supervised = restarts.Restarting(options, join.Places(spec.ranks, spec.hosts))
+    supervised = restarts.Restarting(options, join.Places(spec.ranks, spec.hosts), spec.mpirun.family)
     while True:
         code = launch_options.start(spec, settings, environ, dry_run=options.dry_run, supervised=supervised)
         if not supervised.joined:

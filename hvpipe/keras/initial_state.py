@@ -22,6 +22,7 @@ from hvpipe.keras.compat import (
     has_keras_moments,
     layers_in,
     outputs_structure,
+    unlisted_variables,
 )
 from hvpipe.keras.graph.layer_graph import functional_of
 from hvpipe.keras.variables import broadcast_variables, check_same_variables
@@ -136,7 +137,8 @@ def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str)
 
 def shared_slots(optimizer: Any) -> list[Any]:
     """Return the optimizer's variables that are equal on all ranks: without accumulated gradients."""
-    return [v for v in optimizer.variables if not v.name.endswith("gradient_accumulator")]
+    listed = [v for v in optimizer.variables if not v.name.endswith("gradient_accumulator")]
+    return [*listed, *unlisted_variables(optimizer).values()]
 
 
 def _checksum(variables: Sequence[Any]) -> float:

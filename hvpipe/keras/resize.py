@@ -67,6 +67,10 @@ def scale_learning_rate(
     scaling = session.settings.lr_scaling
     if scaling == "none":
         return
+    rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
+    if not hasattr(rate, "assign"):
+        logger.warning("hvpipe: --lr-scaling has no effect on a learning rate of a schedule.")
+        return
     setting = [one for one in callbacks if isinstance(one, keras.callbacks.LearningRateScheduler)]
     if setting and session.world.rank == 0:
         logger.warning(
@@ -74,9 +78,5 @@ def scale_learning_rate(
             "hvpipe.size().",
             type(setting[0]).__name__,
         )
-    rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
-    if not hasattr(rate, "assign"):
-        logger.warning("hvpipe: --lr-scaling has no effect on a learning rate of a schedule.")
-        return
     ratio = size / old_size
     rate.assign(rate * (ratio if scaling == "linear" else ratio**0.5))

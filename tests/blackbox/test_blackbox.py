@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hvpipe import cli
 from hvpipe.blackbox.files import Flight, FlightEvent, read_flight
-from hvpipe.blackbox.story import first_to_end, read_records, verdict
+from hvpipe.blackbox.story import Records, first_to_end, read_records, to_text, verdict
 from hvpipe.errors import HvpipeError
 
 BUCKET = "bucket 3 of model"
@@ -142,6 +142,13 @@ def test_a_rank_that_leaves_by_an_exit_of_its_own(code: int | None, says: str) -
     """Regression: `os._exit(3)` was reported as SIGKILL, although the launcher knew the code."""
     flights = [flight(0, 5.3, **TOLD), flight(1, None, heard_s=5.0)]
     assert says in verdict(flights, code)
+
+
+def test_who_got_sigterm_first_is_said_alike(tmp_path: Path) -> None:
+    flights = (flight(0, 6.0, **TOLD), flight(1, 5.5, **TOLD, **COMPUTES))
+    assert to_text(Records(tmp_path, flights, ())).count("which came to this rank first") == 2
+    on_two_clocks = [flights[0], replace(flights[1], host="h1")]
+    assert first_to_end(on_two_clocks) is None
 
 
 def test_a_recorder_is_read(tmp_path: Path) -> None:

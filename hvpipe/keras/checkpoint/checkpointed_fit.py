@@ -63,7 +63,7 @@ class CheckpointedFit:
         self._writer: Writer | None = None  # until `begin` has agreed where to begin
         self._saved_step = self._step = 0
         self._epoch = self._batch = 0
-        # Those that no rank of today counts: before this process began, also in the epoch, and of lost ranks.
+        # Samples that no running rank counts: those before this process began, and those of lost ranks.
         self._earlier_samples = 0.0
         self._epoch_samples = 0.0
         # What `save_replicas` needs of a pipeline whose stages have replicas.
@@ -345,7 +345,7 @@ class CheckpointedFit:
         if self._resume is not None:
             self._resume.end_epoch()
             self._resume = None
-        self._reading = replace(self._reading, source=None)
+        self._reading = replace(self._reading, skipped=0, source=None)
         self._epoch, self._batch, self._epoch_samples = epoch + 1, 0, 0.0
         self._samples_at_epoch = self._state.samples()
         self.at_boundary(epoch + 1)

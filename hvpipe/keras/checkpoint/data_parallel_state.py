@@ -29,7 +29,7 @@ from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest, RankPart
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind, check_variables, described
-from hvpipe.keras.checkpoint.random_state import random_state, set_random_state
+from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.compat import unlisted_variables
 from hvpipe.keras.data_parallel.model import DataParallel
@@ -141,10 +141,13 @@ class DataParallelState:
 
     def description(self) -> dict[str, Any]:
         """Return the variables and the optimizer that a model must have to resume, as JSON."""
+        # Older checkpoints lack the others.
+        unlisted = set(map(id, unlisted_variables(self.model.optimizer).values()))
+        listed = {name: v for name, v in self.shared().items() if id(v) not in unlisted}
         return {
             "name": self.model.name,
             "optimizer": type(self.model.optimizer).__name__,
-            "variables": described({**self.shared(), **self.own()}),
+            "variables": described({**listed, **self.own()}),
         }
 
     def to_write(self) -> dict[str, Any]:
@@ -200,7 +203,7 @@ class DataParallelState:
             name: value
             for name, value in own.items()
             if not name.startswith((f"{OWN}metrics/", _COUNTED, _COMPRESSION))
-            and (rank < manifest.ranks or not name.startswith(f"{OWN}random/"))
+            and (rank < manifest.ranks or not name.startswith((f"{OWN}random/", f"{OWN}{AT_EPOCH}")))
         }
         if not sums:
             return kept

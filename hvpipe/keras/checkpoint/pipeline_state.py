@@ -17,7 +17,7 @@ from hvpipe.config_file import Table
 from hvpipe.keras import compat
 from hvpipe.keras.checkpoint.inheritance import Held, shares
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind
-from hvpipe.keras.checkpoint.random_state import random_state, set_random_state
+from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.fit_call import FitCall
 from hvpipe.keras.initial_state import settle
@@ -155,11 +155,14 @@ class PipelineState:
         ]
         optimizer = optimizer_of(self.pipeline)
         values = read_shards(place, Table(manifest.model, str(place)), shards, self.named(), optimizer, rank)
-        own: dict[str, Any] = {}
         part = manifest.parts[rank % manifest.ranks]
         # Ranks that were left after a loss have written as many parts as they were, of the layout before it.
         if manifest.ranks == size == part.notes.get("ranks", size):
             names = [name for name in part.names if name.startswith(OWN)]
+            own = read_arrays(place / part.file.name, names)
+        else:  # all ranks read the same data, in the same order
+            part = manifest.parts[0]
+            names = [name for name in part.names if name.startswith(f"{OWN}{AT_EPOCH}")]
             own = read_arrays(place / part.file.name, names)
         return RestoredPipeline(self, manifest, values, own)
 

@@ -433,10 +433,10 @@ class DataParallel:
         complete = False
         while not complete:
             self.session.run_section(self._begin_evaluate)
-            size = self.session.world.size
             x = sharded_anew(given.get("x"))
             if x is not given.get("x"):
                 given = without_cached_data({**given, "x": x})
+            size = 0 if source_of(x) is None else self.session.world.size  # other data is not divided anew
             self.steps.test_counter.restart()
             logs = own(**given, return_dict=True)
             samples = self.steps.test_counter.restart()
@@ -447,10 +447,10 @@ class DataParallel:
         return averaged if return_dict else metrics_in_order(self.model, averaged)
 
     def _averaged(self, logs: Mapping[str, Any], samples: float, size: int) -> tuple[dict[str, Any], bool]:
-        """Return the means over ranks, and whether every rank had computed its own among those of today."""
+        """Return the means over ranks, and whether all ranks of today have evaluated all data."""
         averaged = dict(logs)
         sizes = average_logs(self.session, averaged, samples, "results of evaluate", note=float(size))
-        return averaged, all(each == self.session.world.size for each in sizes)
+        return averaged, all(each in (0, self.session.world.size) for each in sizes)
 
     def _begin_evaluate(self) -> None:
         self.steps.complete()

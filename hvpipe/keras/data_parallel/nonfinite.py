@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.compat import step_count, trained_variables
+from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.variables import name_of
 from hvpipe.session import Session
 
@@ -59,7 +59,7 @@ class SkippedSteps:
         """Tell of a step. All ranks call this, with the same `names` and `step`.
 
         Args:
-            names: The variables whose gradients were not finite, the first one first.
+            names: The variables whose gradients were not finite.
             step: The number of the step, from 1.
             rank: This rank.
 
@@ -165,14 +165,10 @@ def guarded_alone(policy: str, model: Any, inner: Callable[..., Any]) -> Callabl
         trained = [v for g, v in zip(grads, known, strict=True) if g is not None]
         gradients = [tf.convert_to_tensor(g) for g in grads if g is not None]
 
-        def skip() -> None:
-            if optimizer.gradient_accumulation_steps:
-                step_count(optimizer).assign_add(1)
-
         def update() -> None:
             type(optimizer).apply(optimizer, grads, trainable_variables)
 
-        guard.if_finite(0, trained, gradients, update, skip)
+        guard.if_finite(0, trained, gradients, update)
 
     optimizer.apply = apply
     steps = 0

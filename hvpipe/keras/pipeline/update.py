@@ -165,9 +165,8 @@ class PipelineUpdate:
         norm = self._global_norm(gradients)
         finite = self._all_finite(gradients)
         if not finite and self._checks.looks_at_gradients:
-            if clipping_optimizer(self._optimizer).gradient_accumulation_steps:
-                compat.step_count(self._optimizer).assign_add(1)
-        elif not self.variables:
+            return
+        if not self.variables:
             self._count_step(finite)
         else:
             self._apply(norm, tf.constant(1.0 if finite else np.nan), *gradients)

@@ -18,7 +18,9 @@ import pytest
 
 from checkpoint_files import newest_step
 from distributed import environment, launch
+from hvpipe.checkpoints import folder as folders
 from hvpipe.checkpoints.every import parse_every
+from hvpipe.checkpoints.manifest import read_manifest
 from hvpipe.comm.settings import Settings
 from hvpipe.commands.supervise import kill_session
 from hvpipe.keras.checkpoint.checkpointed_fit import CheckpointedFit, CheckpointOptions
@@ -164,6 +166,7 @@ class StandIn:
 
     kind, shares_data, lost = "data_parallel", True, None
     settings = Settings()
+    trained = 0.0
 
     def __init__(self) -> None:
         self.session = self.engine = self
@@ -181,7 +184,7 @@ class StandIn:
             "notes": lambda counted: {},
             "requests": lambda: 0,
             "run_section": lambda call: call(),
-            "samples": lambda: 0.0,
+            "samples": lambda: self.trained,
             "to_write": dict,
             "too_few": lambda: self.world.size < 2,
         }
@@ -207,6 +210,34 @@ def test_a_checkpoint_that_a_lost_rank_was_writing_is_written_again(
         fit.at_boundary()
     assert ended.value.code == 69
     assert newest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize(("epochs", "batches", "samples"), [(0, 5, 36), (1, 3, 52), (1, 1, 36)])
+def test_the_samples_of_a_lost_rank_count(
+    epochs: int, batches: int, samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a resume on another number of ranks began too early. The last step is without that rank.
+
+    Epochs before this one have 4 batches of 4 samples on each rank.
+    """
+    standin = StandIn()
+    monkeypatch.setattr("hvpipe.keras.checkpoint.checkpointed_fit.training_state", lambda model: standin)
+    options = CheckpointOptions(tmp_path, parse_every("1000steps"), 3)
+    model = SimpleNamespace(train_function=lambda batches: {}, steps_per_execution=1, stop_training=False)
+    fit = CheckpointedFit(options, model, [])
+    fit.begin({"steps": 4})
+    for epoch in range(epochs + 1):
+        fit.begin_epoch(epoch)
+        for _ in range(4 if epoch < epochs else batches):
+            fit._train(None)
+            standin.trained += 4
+        if epoch < epochs:
+            fit.end_epoch(epoch)
+    standin.world = SimpleNamespace(rank=0, size=1)
+    with pytest.raises(SystemExit):
+        fit.at_boundary()
+    (place,) = folders.complete(tmp_path)
+    assert read_manifest(place).position.samples == samples
 
 
 def test_the_recorder_notices_sigterm_after_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

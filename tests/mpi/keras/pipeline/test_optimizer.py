@@ -270,6 +270,25 @@ def test_steps_with_nan_are_skipped_on_all_ranks(caplog: pytest.LogCaptureFixtur
     assert np.isnan(np.concatenate([w.ravel() for w in trained("ignore", spoilt, y).get_weights()])).all()
 
 
+def test_a_skipped_step_is_left_out_of_accumulated_gradients() -> None:
+    """Regression: if it was the last of a round, the next update had the sums of two rounds."""
+    x, y = batches(mlp, 32)
+    spoilt = x.copy()
+    spoilt[9, 3] = np.nan
+
+    def trained(policy: str, x: Any, y: Any) -> Any:
+        keras.utils.set_random_seed(5)
+        pipe = compile_as_all(
+            without_loss_scaling(policy), keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        )
+        pipe.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        return pipe.get_weights()
+
+    kept = np.r_[0:8, 16:32]
+    for mine, other in zip(trained("skip", spoilt, y), trained("ignore", x[kept], y[kept]), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 def test_policies_that_do_not_fit_are_refused() -> None:
     with pytest.raises(HvpipeError, match="Received: nonfinite='stop'"):
         without_loss_scaling("stop")
