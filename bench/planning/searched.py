@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
@@ -28,12 +29,28 @@ _PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
 _MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
 _LATENCY_S = 1e-4
 
+
+@dataclass(frozen=True)
+class _Scale:
+    """A large case. Weights are those of a layer, on the mean; memory is a device's."""
+
+    layers: int
+    hosts: int
+    each: int  # devices of a host
+    microbatches: int
+    stages: int | None = None
+    weight_bytes: int = 2 * 10**6
+    memory_bytes: int = 16 * 10**9
+    bandwidth_bytes_per_s: float = 1.25e9  # of a host
+
+
 _SCALES = {
-    "1,000 layers, 128 devices": (1000, 16, 8, 128, None),
-    "1,000 layers, 1,024 devices": (1000, 128, 8, 64, None),
-    "10,000 layers, 512 stages": (10_000, 512, 1, 512, 512),
+    "1,000 layers, 128 devices": _Scale(1000, 16, 8, 128),
+    "1,000 layers, 1,024 devices": _Scale(1000, 128, 8, 64),
+    "the same, links of 1 Gb/s": _Scale(1000, 128, 8, 64, bandwidth_bytes_per_s=1.25e8),
+    "the same, little memory": _Scale(1000, 128, 8, 64, weight_bytes=400 * 10**6),
+    "10,000 layers, 512 stages": _Scale(10_000, 512, 1, 512, 512),
 }
-"""Layers, hosts, devices of each, micro-batches and stages of the large cases."""
 
 
 def linked(kind: str, devices: int) -> Cluster:
@@ -68,28 +85,34 @@ def against_pipedream(devices: Sequence[int], microbatches: int) -> Iterator[tup
 
 def planning_cost(what: str) -> tuple[float, float]:
     """Return the CPU seconds and peak megabytes of planning a large case in this process."""
-    layers, hosts, each, microbatches, stages = _SCALES[what]
+    case = _SCALES[what]
     costs = (
         LayerCost(
-            f"l{i}", (1 + i % 7) / 1e3, (2 + i % 5) / 1e3, (i % 11) * 10**5, 0, (1 + i % 3) * 10**6, 10**6
+            f"l{i}",
+            (1 + i % 7) / 1e3,
+            (2 + i % 5) / 1e3,
+            (i % 11) * 10**5,
+            0,
+            (1 + i % 3) * case.weight_bytes // 2,
+            10**6,
         )
-        for i in range(layers)
+        for i in range(case.layers)
     )
-    profile = Profile(tuple(costs), tuple((i, i + 1) for i in range(layers - 1)))
+    profile = Profile(tuple(costs), tuple((i, i + 1) for i in range(case.layers - 1)))
     cluster = Cluster(
         tuple(
             Host(
                 f"h{host}",
-                tuple(Device(f"h{host}:{i}", 1.0, 16 * 10**9) for i in range(each)),
-                Link(_LATENCY_S, 1.25e9),
+                tuple(Device(f"h{host}:{i}", 1.0, case.memory_bytes) for i in range(case.each)),
+                Link(_LATENCY_S, case.bandwidth_bytes_per_s),
                 Link(1e-5, 5e10),
             )
-            for host in range(hosts)
+            for host in range(case.hosts)
         )
     )
     start_s = time.process_time()
-    modes = ("pipeline",) if stages else ("pipeline", "hybrid")
-    assert search(profile, cluster, PipeliningChoice(microbatches=microbatches), stages, modes)
+    modes = ("pipeline",) if case.stages else ("pipeline", "hybrid")
+    assert search(profile, cluster, PipeliningChoice(microbatches=case.microbatches), case.stages, modes)
     return time.process_time() - start_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
