@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group
 from hvpipe.search.judge import Judge, Judged
 from hvpipe.search.layout import StageLayout
 from hvpipe.search.moves import Moves, settle
+from hvpipe.search.options import PipeliningChoice
 from hvpipe.search.starts import Starts
 
+# Other numbers of chunks than the usual 2.
+_CHUNKS = (3, 4, 6, 8)
 # So many of the best pipelines are cut again, each with another number of stages.
 _PIPELINES = 4
 # Of the cuts for a number of chunks, so many are simulated. Those settle whose step is at most this much
@@ -29,20 +33,25 @@ def try_more_chunks(judge: Judge, budget: int) -> None:
     """
     layers = len(judge.profile.layers)
     all_groups = _best_groups(judge)
-    if not all_groups or min(map(len, all_groups)) * min(judge.choice.more_chunks, default=layers) > layers:
+    if not all_groups or min(map(len, all_groups)) * min(_more_chunks(judge.choice), default=layers) > layers:
         return
     judge.left = max(judge.left, 0) + budget // (_PART_OF_MANY if judge.many else _PART)
     starts = Starts(judge, None, ("pipeline",))
     moves = Moves(judge, starts, False, ("pipeline",))
     found: list[Judged] = []
     for groups in all_groups:
-        for chunks in judge.choice.more_chunks:
+        for chunks in _more_chunks(judge.choice):
             found += _cut(judge, starts, groups, chunks)
     found.sort(key=lambda one: one.step_s)
     for one in found:
         best = judge.best["pipeline"]
         if judge.left > 0 and one.step_s < _NEAR * best.step_s:
             settle(judge, moves, one)
+
+
+def _more_chunks(choice: PipeliningChoice) -> tuple[int, ...]:
+    """Return the numbers of chunks to try; none if the number is fixed."""
+    return _CHUNKS if choice.schedule == "auto" and choice.chunks == 2 else ()
 
 
 def _best_groups(judge: Judge) -> list[tuple[Group, ...]]:
@@ -56,7 +65,8 @@ def _best_groups(judge: Judge) -> list[tuple[Group, ...]]:
 
 def _cut(judge: Judge, starts: Starts, groups: tuple[Group, ...], chunks: int) -> list[Judged]:
     """Judge the most promising cuts with so many chunks."""
-    how = judge.choice.interleaved(chunks)
+    choice = judge.choice
+    how = Pipelining("interleaved", choice.microbatches, choice.fixed_recompute, chunks)
     if len(groups) * chunks > len(judge.profile.layers) or len(groups) > how.microbatches:
         return []
     layouts: dict[StageLayout, None] = dict.fromkeys(starts.cut(groups, how))

@@ -10,9 +10,6 @@ from hvpipe.plan.pipelining import SCHEDULES, Pipelining, checked_recompute
 AUTO_SCHEDULES = (("1f1b", 1), ("eager-1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2))
 """The schedules, with their chunks, that "auto" stands for; the first is the usual one."""
 
-_MORE_CHUNKS = (3, 4, 6, 8)
-"""Other numbers of chunks that "auto" tries on the best pipelines."""
-
 
 @dataclass(frozen=True)
 class PipeliningChoice:
@@ -63,15 +60,6 @@ class PipeliningChoice:
         if self.schedule == "auto":
             return tuple((name, self.chunks if chunks > 1 else 1) for name, chunks in AUTO_SCHEDULES)
         return ((self.schedule, self.chunks if self.schedule == "interleaved" else 1),)
-
-    @property
-    def more_chunks(self) -> tuple[int, ...]:
-        """Other numbers of chunks to try on the best pipelines; empty if the number is fixed."""
-        return _MORE_CHUNKS if self.schedule == "auto" and self.chunks == 2 else ()
-
-    def interleaved(self, chunks: int) -> Pipelining:
-        """Return the interleaved schedule with so many chunks."""
-        return Pipelining("interleaved", self.microbatches, self.fixed_recompute, chunks)
 
     @property
     def fixed_recompute(self) -> bool | tuple[int, ...]:
