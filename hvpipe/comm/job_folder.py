@@ -146,7 +146,7 @@ def tell_end(job: str | None, checkpoints: Path | None) -> None:
 
     Args:
         job: The job folder, which may be another host's; None outside of `hvpipe run`.
-        checkpoints: The folder of checkpoints, which all hosts share; None if there is none.
+        checkpoints: The folder of checkpoints, which all hosts share, or None.
     """
     place = _place(job, checkpoints) if job else None
     if job and place is not None:

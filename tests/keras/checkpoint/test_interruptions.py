@@ -191,15 +191,19 @@ class StandIn:
         return alone.get(name, lambda *_: None)
 
 
+def fit_of(standin: StandIn, folder: Path, every: str, monkeypatch: pytest.MonkeyPatch) -> CheckpointedFit:
+    """Return a `fit` that trains nothing, and writes checkpoints of the stand-in."""
+    monkeypatch.setattr("hvpipe.keras.checkpoint.checkpointed_fit.training_state", lambda model: standin)
+    model = SimpleNamespace(train_function=lambda batches: {}, steps_per_execution=1, stop_training=False)
+    return CheckpointedFit(CheckpointOptions(folder, parse_every(every), 3), model, [])
+
+
 def test_a_checkpoint_that_a_lost_rank_was_writing_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: too few ranks were left, and said that it was complete. The old writer waited for 300 s."""
     standin = StandIn()
-    monkeypatch.setattr("hvpipe.keras.checkpoint.checkpointed_fit.training_state", lambda model: standin)
-    options = CheckpointOptions(tmp_path, parse_every("1epoch"), 3)
-    model = SimpleNamespace(train_function=lambda batches: {}, steps_per_execution=1, stop_training=False)
-    fit = CheckpointedFit(options, model, [])
+    fit = fit_of(standin, tmp_path, "1epoch", monkeypatch)
     fit.begin({"steps": 1})
     fit.begin_epoch(0)
     assert fit._train(None) == {}
@@ -221,10 +225,7 @@ def test_the_samples_of_a_lost_rank_count(
     Epochs before this one have 4 batches of 4 samples on each rank.
     """
     standin = StandIn()
-    monkeypatch.setattr("hvpipe.keras.checkpoint.checkpointed_fit.training_state", lambda model: standin)
-    options = CheckpointOptions(tmp_path, parse_every("1000steps"), 3)
-    model = SimpleNamespace(train_function=lambda batches: {}, steps_per_execution=1, stop_training=False)
-    fit = CheckpointedFit(options, model, [])
+    fit = fit_of(standin, tmp_path, "1000steps", monkeypatch)
     fit.begin({"steps": 4})
     for epoch in range(epochs + 1):
         fit.begin_epoch(epoch)
