@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from bench.cluster.spec import ClusterSpec
 from bench.rounds.record import Case, Task
+from bench.systems import SYSTEMS
 from bench.training.workloads import trained_examples
 from hvpipe.forecast.data_parallel import whole_shares
 
@@ -49,7 +50,9 @@ class Group:
 
     def case(self, system: str) -> Case:
         """Return the case of one of the systems."""
-        return Case(system, self.cluster, self.ranks, self.task, self.scaling)
+        least = SYSTEMS[system].least_steps if system in SYSTEMS else 1
+        task = replace(self.task, steps=max(self.task.steps, least))
+        return Case(system, self.cluster, self.ranks, task, self.scaling)
 
     def rounds_of(self, system: str) -> int:
         """Return the number of rounds that a system takes part in."""

@@ -22,7 +22,7 @@ class System:
     with a parameter server on each host and a coordinator. `environment` is set in every process before
     imports; `options` are the adapter's own. If its steps are `uneven` (asynchronous workers, or a reduction
     every few steps), only their mean counts. An `exact` system trains as one process would on the whole
-    batch, up to rounding in float32.
+    batch, up to rounding in float32. Its rounds have `least_steps` timed steps, whatever a suite says.
     """
 
     name: str
@@ -35,6 +35,7 @@ class System:
     notes: tuple[str, ...] = ()
     uneven: bool = False
     exact: bool = True
+    least_steps: int = 1
 
     def tuned(self, values: Mapping[str, str]) -> System:
         """Return the same with other values of its options, and of variables in its environment."""
