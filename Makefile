@@ -139,7 +139,7 @@ FUZZED := tests/test_file_readers.py tests/checkpoints/test_malformed.py tests/b
     tests/commands/test_plan_malformed.py
 reliability: setup
 	@$(BIN)/python -m bench.faults --trials 20 --soak 30
-	@$(BIN)/mpirun --allow-run-as-root --bind-to none -np 2 $(BIN)/python -m bench.step.reliability_cost
+	@$(BIN)/mpirun --allow-run-as-root --bind-to none -np 2 $(BIN)/python -m bench.faults.reliability_cost
 	@$(MAKE) sanitize READY=1
 	@FUZZ_EXAMPLES=300000 $(PYTEST) -q --hypothesis-profile=fuzz --timeout=7200 $(SIDE_BY_SIDE) $(FUZZED)
 

@@ -1,4 +1,4 @@
-"""The command `hvpipe bench`, or `python -m bench`: run, report, advise, compare, readme.
+"""The command `hvpipe bench`, or `python -m bench`: run, step, tune, report, advise, compare, readme.
 
 Exit codes: 0 done; 1 some rounds failed or had no hosts, or `compare` found a regression; 2 wrong usage, or
 nothing could be run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
@@ -12,26 +12,33 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from bench import tune
 from bench.cluster.named_clusters import cluster_spec, cores_of_rank
 from bench.errors import ClusterError
 from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
 from bench.evaluation.journal import Journal, JournalError
+from bench.evaluation.one_group import add_task_arguments, suite_of
 from bench.evaluation.outcome import EvaluationOutcome, OutcomeError
 from bench.evaluation.progress import format_left, shown
 from bench.evaluation.read_suite import read_suite, suite_names
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
-from bench.evaluation.suite import Group, SuiteError
+from bench.evaluation.suite import Group, Suite, SuiteError
+from bench.launch.ranks import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes
 from bench.report.compare import compare
 from bench.report.figures import all_figures
 from bench.report.files import show_figures, write_outputs
 from bench.report.readme import ReadmeError, rewrite
+from bench.systems import SYSTEMS, System
+from bench.systems.tuned import keep_tuned
 from hvpipe.errors import HvpipeError
 
 _ROOT = Path(__file__).parents[1]
@@ -70,30 +77,34 @@ def make_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a suite, or continue an interrupted one")
     run.add_argument("suite", metavar="SUITE", help=f"{', '.join(suite_names())}, or a TOML file")
     run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
-    run.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2, instead of virtual clusters")
     run.add_argument(
         "--host-counts", metavar="LIST", help="also run on only the first hosts of --hosts, as in 1,2"
     )
-    run.add_argument(
-        "--cluster",
-        metavar="NAME",
-        help="one virtual cluster for all: 2x1.5gbit, slow-cpu, or a TOML file",
-    )
     run.add_argument("--rounds", type=int, metavar="N", help="at most N rounds of each system")
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
-    run.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="threads of an operation (default: the suite's, or cores / ranks)",
-    )
-    run.add_argument(
-        "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
-    )
+    _add_where(run)
     run.add_argument("--retry-failed", action="store_true", help="run again the cases that failed in DIR")
     run.add_argument("--plan", action="store_true", help="print what would run and how long, and run nothing")
     run.add_argument("--json", action="store_true", help="print the figures, or the plan, as JSON")
     run.set_defaults(act=_run)
+    step = commands.add_parser("step", help="measure the step of one task by several systems, in turn")
+    step.add_argument(
+        "--systems",
+        metavar="NAMES",
+        default="single,hvpipe-none,hvpipe-step",
+        help="as in single,hvpipe-step (default: %(default)s)",
+    )
+    step.add_argument("--out", type=Path, metavar="DIR", help="also keep the results and a report there")
+    step.set_defaults(act=_step)
+    tune_ = commands.add_parser("tune", help="find the best settings of a tuned system")
+    tune_.add_argument("--system", choices=list(tune.VALUES), required=True)
+    tune_.add_argument("--keep", action="store_true", help="let the system run with the fastest from now on")
+    tune_.set_defaults(act=_tune)
+    for each in (step, tune_):
+        each.add_argument("--rounds", type=int, default=3, metavar="N", help="of each (default: 3)")
+        add_task_arguments(each)
+        _add_where(each)
+        each.add_argument("--json", action="store_true", help="print the figures as JSON")
     report = commands.add_parser("report", help="write the report, CSV and JSON of a folder again")
     report.add_argument("folder", type=Path, metavar="DIR", help="a folder that `run` wrote")
     report.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -116,41 +127,36 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
-    from bench.rounds.round import run_round
-    from bench.systems import SYSTEMS
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    """Add on which hosts to train, and under which Python."""
+    parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="one virtual cluster for all: 2x1.5gbit, slow-cpu, or a TOML file"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of an operation (default: cores / ranks)"
+    )
+    parser.add_argument(
+        "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
+    )
 
-    if options.hosts is not None and options.cluster is not None:
-        raise UsageError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
-    if options.threads is not None and options.threads < 1:
-        raise UsageError(f"--threads should be at least 1. Received: --threads {options.threads}")
-    python = _python(options.python)
+
+def _run(options: argparse.Namespace) -> int:
+    selection = _selection(options) or select_hosts(None)
     suite = read_suite(options.suite, tuple(SYSTEMS))
     if options.systems is not None:
         suite = suite.only_systems(name.strip() for name in options.systems.split(","))
     if options.rounds is not None:
         suite = suite.at_most(options.rounds)
-    missing = {
-        name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
-    }
-    run: RunRound = partial(run_round, python=python)
-    selection = select_hosts(options.hosts) if options.cluster is None else one_cluster(options.cluster)
     if options.host_counts is not None:
         selection = selection.on_counts(options.host_counts)
-    suite = selection.fit(suite).with_threads(options.threads, partial(_cores, selection))
-    evaluation = Evaluation(suite, selection, run, missing, describe_software(python))
-    print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
+    evaluation = _evaluation(suite, selection, options, SYSTEMS)
     if options.plan:
         print(json.dumps(evaluation.plan(), indent=1) if options.json else evaluation.describe())
         return 0
     _require_plots()
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
-    try:
-        with shown(evaluation.estimate_s()) as progress:
-            outcome = evaluation.run(folder, progress, retry_failed=options.retry_failed)
-    except (KeyboardInterrupt, SystemExit):
-        print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
-        raise
+    outcome = _measured(evaluation, folder, retry_failed=options.retry_failed)
     status = _finish(outcome, folder, options.json)
     if any(each.error for each in (*outcome.rounds, *outcome.pipelines)):
         print(
@@ -160,6 +166,92 @@ def _run(options: argparse.Namespace) -> int:
     if not outcome.pipelines and all(each.skipped and not each.not_up for each in outcome.rounds):
         raise UsageError("One of the suite's systems at least should be installed. Received: none")
     return status
+
+
+def _step(options: argparse.Namespace) -> int:
+    names = [name.strip() for name in options.systems.split(",")]
+    if unknown := sorted(set(names) - set(SYSTEMS)):
+        raise UsageError(f"Systems are {', '.join(SYSTEMS)}. Received: {unknown}")
+    if len(set(names)) < len(names):
+        raise UsageError(f"Each system should be there once. Received: {options.systems}")
+    outcome = _one_group("step", options, {name: SYSTEMS[name] for name in names}, options.out)
+    if options.out is not None:
+        return _finish(outcome, options.out, options.json)
+    print(show_figures(outcome, as_json=options.json))
+    return _status(outcome)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    outcome = _one_group("tune", options, tune.variants(options.system), None)
+    print(show_figures(outcome, as_json=options.json))
+    if (status := _status(outcome)) == 0:
+        best = min(all_figures(outcome), key=lambda row: row.step_s)
+        print(f"fastest: {best.case.system}", file=sys.stderr)
+        if options.keep:
+            place = outcome.setting.cluster(best.case.cluster).description
+            keep_tuned(options.system, tune.tuned(options.system, best, place, options.rounds))
+    return status
+
+
+def _one_group(
+    name: str, options: argparse.Namespace, systems: Mapping[str, System], folder: Path | None
+) -> EvaluationOutcome:
+    """Train the task of the options by the systems in turn. Without a folder nothing is kept."""
+    if folder is not None:
+        _require_plots()
+    selection = _selection(options) or HostSelection(loopback=True, loopback_ranks=options.ranks)
+    suite = suite_of(name, options, list(systems), options.rounds)
+    evaluation = _evaluation(suite, selection, options, systems)
+    warn_if_busy()
+    with ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="hvpipe-bench-")))
+        outcome = _measured(evaluation, folder)
+    if all(each.skipped and not each.not_up for each in outcome.rounds):
+        raise UsageError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
+    return outcome
+
+
+def _selection(options: argparse.Namespace) -> HostSelection | None:
+    """Return the hosts or the cluster that the options name; None if they name neither."""
+    if options.hosts is not None and options.cluster is not None:
+        raise UsageError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
+    if options.cluster is not None:
+        return one_cluster(options.cluster)
+    return None if options.hosts is None else select_hosts(options.hosts)
+
+
+def _evaluation(
+    suite: Suite, selection: HostSelection, options: argparse.Namespace, systems: Mapping[str, System]
+) -> Evaluation:
+    """Return the evaluation of a suite on these hosts, under the Python of the options. Say how long it
+    takes.
+    """
+    from bench.rounds.round import run_round
+
+    if options.threads is not None and options.threads < 1:
+        raise UsageError(f"--threads should be at least 1. Received: --threads {options.threads}")
+    python = _python(options.python)
+    suite = selection.fit(suite).with_threads(options.threads, partial(_cores, selection))
+    used = {name for group in suite.groups for name in group.systems}
+    missing = {
+        name: f"{each.title}: {why}"
+        for name, each in systems.items()
+        if name in used and (why := each.missing(python))
+    }
+    run: RunRound = partial(run_round, python=python, systems=systems)
+    evaluation = Evaluation(suite, selection, run, missing, describe_software(python))
+    print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
+    return evaluation
+
+
+def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool = False) -> EvaluationOutcome:
+    try:
+        with shown(evaluation.estimate_s()) as progress:
+            return evaluation.run(folder, progress, retry_failed=retry_failed)
+    except (KeyboardInterrupt, SystemExit):
+        print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
+        raise
 
 
 def _cores(selection: HostSelection, group: Group) -> float:
@@ -210,6 +302,10 @@ def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
     written = write_outputs(outcome, folder)
     print(show_figures(outcome, as_json=as_json))
     print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)
+    return _status(outcome)
+
+
+def _status(outcome: EvaluationOutcome) -> int:
     failed = any(each.error for each in (*outcome.rounds, *outcome.pipelines))
     return 1 if failed or any(each.not_up for each in outcome.rounds) else 0
 

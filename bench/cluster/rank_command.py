@@ -11,10 +11,10 @@ from bench.errors import ClusterError
 from bench.launch import mpirun
 
 
-def rank_command(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[str]) -> list[str]:
+def rank_command(spec: ClusterSpec, ssh: Path, ranks: int, command: Sequence[str]) -> list[str]:
     """Return the line that starts `command` on `ranks` ranks, to be run inside the first host.
 
-    mpirun runs `agent` instead of ssh to enter the other hosts. All data between hosts stays on the links.
+    mpirun runs the script `ssh` to enter the other hosts. All data between hosts stays on the links.
     """
     if not 1 <= ranks <= spec.slots:
         raise ClusterError(f"Ranks must be 1 to the cluster's {spec.slots} slots. Received: ranks={ranks}")
@@ -25,7 +25,7 @@ def rank_command(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[s
     # Ranks of one host communicate through its memory; ranks of different hosts only over the links.
     shared = "" if all(host.slots == 1 for host in spec.hosts) else (",sm" if major >= 5 else ",vader")
     return [
-        program, *mpirun.shared_flags(major), *mpirun.yielding(ranks, limited=limited), *launcher, str(agent),
+        program, *mpirun.shared_flags(major), *mpirun.yielding(ranks, limited=limited), *launcher, str(ssh),
         "--host", ",".join(f"{host.name}:{host.slots}" for host in spec.hosts), "-np", str(ranks),
         "--mca", "pml", "ob1", "--mca", "btl", f"tcp,self{shared}", "--mca", "btl_tcp_if_include", SUBNET,
         *command,

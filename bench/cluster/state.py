@@ -15,7 +15,7 @@ from hvpipe.atomic_file import atomic_file
 STATE = Path("/run/hvpipe-cluster")
 _FILE = "state.json"
 
-# One script enters a host, so that mpirun's agent, `exec` and a person's shell get the same host: its CPU
+# One script enters a host, so that launchers, `exec` and a person's shell get the same host: its CPU
 # time, network, name, /etc/hosts, and a /sys of its network. That /sys keeps the cgroups, because entering
 # another host from inside this one needs them.
 _ENTER = """#!/bin/sh
@@ -38,10 +38,18 @@ exec nsenter --net=/run/netns/{name}-"$host" unshare --uts --mount sh -c '
   exec "$@"' sh "$host" "$@"
 """
 
-_AGENT = """#!/bin/sh
-# What mpirun runs instead of ssh: agent HOST COMMAND-LINE
+_SSH = """#!/bin/sh
+# What launchers run instead of ssh: ssh [OPTION...] HOST [OPTION...] COMMAND-LINE
+while [ "${{1#-}}" != "$1" ]; do
+  [ "$1" = -x ] || shift
+  shift
+done
 host=$1
 shift
+while [ "${{1#-}}" != "$1" ]; do
+  [ "$1" = -x ] || shift
+  shift
+done
 exec {directory}/enter "$host" sh -c "$*"
 """
 
@@ -57,8 +65,13 @@ class ClusterState:
 
     @property
     def directory(self) -> Path:
-        """The folder of this state, the enter script and mpirun's agent."""
+        """The folder of this state and the enter script."""
         return STATE / self.name
+
+    @property
+    def ssh(self) -> Path:
+        """The script that stands in for ssh, alone in its folder, which PATH can name."""
+        return self.directory / "bin" / "ssh"
 
     @property
     def owner_alive(self) -> bool:
@@ -82,8 +95,8 @@ class ClusterState:
         with atomic_file(self.directory / _FILE) as file:  # another process may read it
             file.write(json.dumps(data, indent=1).encode())
         fields = {"name": self.name, "directory": self.directory, "cpu_group": cpu_group or "/nonexistent"}
-        for script, text in (("enter", _ENTER), ("agent", _AGENT)):
-            path = self.directory / script
+        self.ssh.parent.mkdir(exist_ok=True)
+        for path, text in ((self.directory / "enter", _ENTER), (self.ssh, _SSH)):
             path.write_text(text.format(**fields))
             path.chmod(0o755)
 

@@ -110,8 +110,13 @@ class VirtualCluster:
 
     @property
     def directory(self) -> Path:
-        """The folder of the enter script and mpirun's agent while the cluster is up."""
+        """The folder of the enter script while the cluster is up."""
         return ClusterState(self.name, self.spec, 0, 0).directory
+
+    @property
+    def ssh(self) -> Path:
+        """A script that stands in for ssh, as launchers call it, while the cluster is up."""
+        return ClusterState(self.name, self.spec, 0, 0).ssh
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
         """Return the command line that runs `command` inside a host."""
@@ -122,7 +127,7 @@ class VirtualCluster:
 
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
         """Return the line by which mpirun starts `command` on `ranks` ranks, from inside the first host."""
-        line = rank_command(self.spec, self.directory / "agent", ranks, command)
+        line = rank_command(self.spec, self.ssh, ranks, command)
         return self.host_command(self.spec.hosts[0].name, line)
 
     def execute(

@@ -22,7 +22,7 @@ from bench.evaluation.suite import (
 )
 from bench.hosts.real_hosts import Hosts, RealHosts
 
-_LOOPBACK, _LOOPBACK_RANKS = "loopback", 2
+_LOOPBACK = "loopback"
 _LIMITED = HostSpec("h0", rate_bits_per_s=1e9)
 
 
@@ -41,6 +41,7 @@ class HostSelection:
     cluster: tuple[str, ClusterSpec] | None = None
     no_cpus: str = ""
     counts: tuple[int, ...] = ()
+    loopback_ranks: int = 2
 
     def on_counts(self, text: str) -> HostSelection:
         """Return the same with the host counts of a text such as "1,2,4", and with all hosts.
@@ -63,7 +64,7 @@ class HostSelection:
         if self.hosts is not None:
             fitted = self._on_hosts(suite, self.hosts)
         elif self.loopback:
-            fitted = replace(suite.on_one_cluster(_LOOPBACK, _LOOPBACK_RANKS), pipelines=())
+            fitted = replace(suite.on_one_cluster(_LOOPBACK, self.loopback_ranks), pipelines=())
         elif self.cluster is not None:
             name, spec = self.cluster
             fitted = suite.on_one_cluster(name, spec.slots, spec)

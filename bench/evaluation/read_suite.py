@@ -20,8 +20,8 @@ from bench.evaluation.suite import (
     require_ranks,
     shares_by_speed,
 )
+from bench.pipeline.models import MODELS
 from bench.rounds.record import AUTO_THREADS, Task
-from bench.training.image_model import MODELS
 from bench.training.workloads import check
 
 if sys.version_info >= (3, 11):
@@ -141,9 +141,8 @@ def _task(path: Path, table: dict[str, Any], spec: ClusterSpec | None) -> Task:
 
 def _pipeline(path: Path, table: dict[str, Any]) -> PipelineRun:
     _require_keys(path, table, _PIPELINE_KEYS)
-    models = (*MODELS, "transformer")
     model, methods = table.get("model"), table.get("methods", "")
-    _require(path, model in models, f"a pipeline's model should be one of {', '.join(models)}", model)
+    _require(path, model in MODELS, f"a pipeline's model should be one of {', '.join(MODELS)}", model)
     _require(path, isinstance(methods, str), "methods should be a text, as in 'greedy,random'", methods)
     cluster = table.get("cluster", ANYWHERE)
     _require(path, isinstance(cluster, str), "a pipeline's cluster should be a name", cluster)

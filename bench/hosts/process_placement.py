@@ -54,6 +54,8 @@ class Placement:
             if self.cluster is None:
                 return [Command("mpirun", mpirun.one_host(self.ranks, rank_process))]
             return [Command("mpirun", self.cluster.mpirun_command(self.ranks, rank_process))]
+        if system.start == "horovodrun":
+            return [self._horovodrun(Path(python[0]).with_name("horovodrun"), rank_process)]
         if system.start == "processes":
             workers = {"worker": self._addresses(self.hosts)}
             return [
@@ -63,6 +65,22 @@ class Placement:
         return self._with_servers(
             [*rank_process, "0"], [*python, "bench.systems.server_process", str(directory)]
         )
+
+    def _horovodrun(self, program: Path, command: Sequence[str]) -> Command:
+        """Return what starts ranks over Gloo. horovodrun hands its environment on to them."""
+        if isinstance(self.cluster, RealHosts):
+            raise ClusterError(
+                "Systems that horovodrun starts run on virtual hosts or this one. Received: real hosts"
+            )
+        spec = None if self.cluster is None else self.cluster.spec
+        hosts = (
+            f"localhost:{self.ranks}" if spec is None else ",".join(f"{h.name}:{h.slots}" for h in spec.hosts)
+        )
+        line = [str(program), "--gloo", "-np", str(self.ranks), "-H", hosts, *command]
+        if self.cluster is None:
+            return Command("horovodrun", line)
+        inside = ["sh", "-c", 'PATH="$0:$PATH" exec "$@"', str(self.cluster.ssh.parent), *line]
+        return Command("horovodrun", self.cluster.host_command(spec.hosts[0].name, inside))
 
     @property
     def hosts(self) -> list[int]:

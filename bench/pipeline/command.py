@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from bench.cluster.command import spec_from_arguments
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.hosts import rank_benchmark
+from bench.pipeline.models import MODELS
 from bench.pipeline.report import PipelineReport
-from bench.training.image_model import MODELS, ImageWorkload
+from bench.rounds.record import Task
 
 _NAME = "bench.pipeline"
 _METHODS = (
@@ -33,9 +34,8 @@ _METHODS = (
 
 def _parser() -> argparse.ArgumentParser:
     parser = rank_benchmark.make_parser(_NAME, "Measure the step of a pipeline.")
-    parser.add_argument("--model", default="resnet50", choices=sorted([*MODELS, "transformer"]))
+    parser.add_argument("--model", default="resnet50", choices=sorted(MODELS))
     parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
-    parser.add_argument("--classes", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32, help="samples of a step (default: 32)")
     parser.add_argument("--microbatches", default="auto", help="a number (default: what greedy finds best)")
     parser.add_argument("--schedule", default="1f1b")
@@ -56,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     _methods(arguments), _microbatches(arguments)
+    if min(arguments.batch, arguments.pixels, arguments.threads) < 1:
+        raise ValueError(
+            "Batch, pixels and threads must be at least 1. Received: "
+            f"batch={arguments.batch}, pixels={arguments.pixels}, threads={arguments.threads}"
+        )
 
 
 def _methods(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -84,10 +89,8 @@ def _measure(arguments: argparse.Namespace, ranks: int) -> PipelineReport:
         rounds=arguments.rounds,
         steps=arguments.steps,
     )
-    workload = ImageWorkload(
-        arguments.model, arguments.pixels, arguments.classes, arguments.batch, arguments.threads
-    )
-    return measure(workload, options, arguments.where, rank_benchmark.say)
+    task = Task(arguments.model, arguments.batch, arguments.pixels, arguments.threads)
+    return measure(task, options, arguments.where, rank_benchmark.say)
 
 
 def _drive(arguments: argparse.Namespace, words: list[str]) -> PipelineReport:

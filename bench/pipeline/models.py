@@ -1,49 +1,50 @@
-"""The models and batches of the pipeline benchmark."""
+"""The models of the pipeline benchmark, and their batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from bench.training.image_model import MODELS, ImageWorkload, images
-from bench.training.workloads import transformer_trunk
+from bench.rounds.record import Task
+from bench.training.workloads import WORKLOADS, endless, synthetic, transformer_trunk
+
+MODELS = (*(name for name, each in WORKLOADS.items() if each.data == "images"), "transformer")
+_TOKENS = 100  # vocabulary of the transformer
 
 
-def model_function(keras: Any, workload: ImageWorkload) -> Callable[[], Any]:
-    """Return a function that builds the workload's model, not compiled."""
-    shape = (workload.pixels, workload.pixels, 3)
+def model_function(keras: Any, task: Task) -> Callable[[], Any]:
+    """Return a function that builds the task's model, not compiled."""
 
     def build() -> Any:
-        if workload.model == "transformer":
-            return _transformer(keras, workload.pixels, workload.classes)
-        application = getattr(keras.applications, MODELS[workload.model])
-        return application(weights=None, input_shape=shape, classes=workload.classes)
+        if task.workload == "transformer":
+            return _transformer(keras, task.pixels)
+        return WORKLOADS[task.workload].build(keras, task.pixels)
 
     return build
 
 
-def _transformer(keras: Any, length: int, tokens: int) -> Any:
+def _transformer(keras: Any, length: int) -> Any:
     """Build a model that predicts one class for each sequence of `length` tokens."""
-    inputs, x = transformer_trunk(keras, length, tokens, width=256, blocks=6)
+    inputs, x = transformer_trunk(keras, length, _TOKENS, width=256, blocks=6)
     x = keras.layers.GlobalAveragePooling1D()(x)
-    return keras.Model(inputs, keras.layers.Dense(tokens, activation="softmax")(x))
+    return keras.Model(inputs, keras.layers.Dense(_TOKENS, activation="softmax")(x))
 
 
-def endless_batch(workload: ImageWorkload) -> Any:
+def endless_batch(task: Task) -> Any:
     """Return an endless dataset of one batch, the same on every rank."""
-    if workload.model != "transformer":
-        return images(workload, 0)
     import numpy as np
     import tensorflow as tf
 
+    if task.workload != "transformer":
+        return endless(tf.data.Dataset.from_tensors(synthetic(task, task.batch, 0)))
     random = np.random.default_rng(100)
-    x = random.integers(0, workload.classes, (workload.batch, workload.pixels))
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    data = (x.astype(np.int32), random.integers(0, workload.classes, workload.batch))
-    return tf.data.Dataset.from_tensors(data).repeat().prefetch(2).with_options(options)
+    x = random.integers(0, _TOKENS, (task.batch, task.pixels)).astype(np.int32)
+    return endless(tf.data.Dataset.from_tensors((x, random.integers(0, _TOKENS, task.batch))))
 
 
-def describe(workload: ImageWorkload) -> str:
-    """Describe the workload in one line, for a batch that all stages share."""
-    return workload.describe().replace("a rank", "in all").replace("SGD momentum", "SGD")
+def describe(task: Task) -> str:
+    """Describe the task in one line."""
+    return (
+        f"{task.workload}, {task.pixels} px, batch {task.batch} in all, SGD, "
+        f"{task.threads} thread{'s' if task.threads > 1 else ''} an operation"
+    )

@@ -11,7 +11,9 @@ from typing import Any
 from bench.metrics import median
 from bench.pipeline.models import describe, endless_batch, model_function
 from bench.pipeline.report import MeasuredPlan, PipelineReport
-from bench.training.image_model import ImageWorkload, prepare_tensorflow, timed_fit
+from bench.pipeline.timed_fit import timed_fit
+from bench.rounds.record import Task
+from bench.training.prepare import prepare_tensorflow
 
 # Kinds of computing, and the counters of their seconds.
 _COMPUTING = {kind: f"{kind}_s" for kind in ("forward", "backward", "update")}
@@ -38,37 +40,35 @@ class _Trained:
     computing_s: dict[str, Counter[str]]
 
 
-def measure(
-    workload: ImageWorkload, options: WorkerOptions, where: str, say: Callable[[str], None]
-) -> PipelineReport:
+def measure(task: Task, options: WorkerOptions, where: str, say: Callable[[str], None]) -> PipelineReport:
     """Profile once, then train every plan in rounds. Every rank calls this and gets the report."""
-    keras = prepare_tensorflow(workload.threads)
+    keras = prepare_tensorflow(task.threads)
     import hvpipe
 
     hvpipe.init()
     tell = say if hvpipe.rank() == 0 else lambda text: None
-    build = model_function(keras, workload)
-    question = _question(build, workload, options, tell)
+    build = model_function(keras, task)
+    question = _question(build, task, options, tell)
     plans = _plans(question, options)
     pipelines = {}
     for name, plan in plans.items():
         pipelines[name] = _compiled(keras, build, plan)
         tell(f"tracing and warming up {name} ...")
-        timed_fit(keras, pipelines[name], endless_batch(workload), 2)
-    trained = _train_in_turn(keras, pipelines, workload, options, tell)
+        timed_fit(keras, pipelines[name], endless_batch(task), 2)
+    trained = _train_in_turn(keras, pipelines, task, options, tell)
     return PipelineReport(
-        describe(workload),
+        describe(task),
         where,
         options.schedule,
         question.pipelining.microbatches,
         hvpipe.size(),
-        workload.batch,
+        task.batch,
         tuple(_measured_plans(question, plans, trained, options)),
     )
 
 
 def _question(
-    build: Callable[[], Any], workload: ImageWorkload, options: WorkerOptions, tell: Callable[[str], None]
+    build: Callable[[], Any], task: Task, options: WorkerOptions, tell: Callable[[str], None]
 ) -> Any:
     """Profile model and cluster, settle the number of micro-batches, and return the planner's question."""
     import hvpipe
@@ -77,27 +77,27 @@ def _question(
     from hvpipe.keras.profiling.cluster import measure_cluster
     from hvpipe.plan.pipelining import Pipelining
 
-    x, y = next(iter(endless_batch(workload)))
+    x, y = next(iter(endless_batch(task)))
 
     def profile_of(samples: int) -> Any:
         return hk.measure(build, (x[:samples], y[:samples]), progress=False, optimizer="sgd")
 
     tell("profiling ...")
-    samples = math.ceil(workload.batch / (options.microbatches or 8))
+    samples = math.ceil(task.batch / (options.microbatches or 8))
     measured = profile_of(samples)
     cluster = hvpipe.broadcast_object(measure_cluster(measured))
     measured = hvpipe.broadcast_object(measured)
 
     def ask(microbatches: int) -> PlanRequest:
         how = Pipelining(options.schedule, microbatches, chunks=options.chunks)
-        profile = measured.at_batch(math.ceil(workload.batch / microbatches))
+        profile = measured.at_batch(math.ceil(task.batch / microbatches))
         return PlanRequest(profile, cluster, how, hvpipe.size() * options.chunks)
 
     count = options.microbatches
     if count is None:
         least = hvpipe.size() if "data" in options.methods else 1  # data parallel: one for each rank
-        count = max(best_microbatches(ask, workload.batch).pipelining.microbatches, least)
-        if (chosen := math.ceil(workload.batch / count)) != samples:
+        count = max(best_microbatches(ask, task.batch).pipelining.microbatches, least)
+        if (chosen := math.ceil(task.batch / count)) != samples:
             tell(f"profiling micro-batches of {chosen} samples ...")
             measured = hvpipe.broadcast_object(profile_of(chosen))
     return ask(count)
@@ -144,7 +144,7 @@ def _compiled(keras: Any, build: Callable[[], Any], plan: Any) -> Any:
 def _train_in_turn(
     keras: Any,
     pipelines: dict[str, Any],
-    workload: ImageWorkload,
+    task: Task,
     options: WorkerOptions,
     tell: Callable[[str], None],
 ) -> _Trained:
@@ -156,7 +156,7 @@ def _train_in_turn(
         for name, pipeline in pipelines.items():
             hvpipe.barrier()
             counted = _counted(keras, hvpipe.counters)
-            step_s, _ = timed_fit(keras, pipeline, endless_batch(workload), options.steps, [counted])
+            step_s = timed_fit(keras, pipeline, endless_batch(task), options.steps, [counted])
             after = hvpipe.counters()
             trained.computing_s[name].update(
                 {counter: after[counter] - counted.before[counter] for counter in _COMPUTING.values()}

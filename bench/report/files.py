@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, table
-from bench.report.advice import advice
+from bench.report import modes
 from bench.report.figures import CaseFigures, all_figures, by_group, not_measured
 from bench.report.headlines import cautions, comparisons, headlines
 from bench.report.page import page
@@ -31,29 +31,36 @@ def write_outputs(outcome: EvaluationOutcome, folder: Path) -> list[Path]:
 
 
 def show_figures(outcome: EvaluationOutcome, *, as_json: bool) -> str:
-    """Return headlines, advice and a table of every group, for people or as JSON."""
+    """Return headlines and a table of every group, for people or as JSON."""
     rows = all_figures(outcome)
     if as_json:
         return _as_json(outcome, rows)
     parts = cautions(outcome)
     parts += [f"{head.title}: {head.figure} ({head.detail})" for head in headlines(outcome, rows)]
-    parts += [f"advice: {text}" for text in advice(outcome, rows)]
     for name, members in by_group(rows).items():
-        lines = [
-            [
-                row.case.system,
-                format_time(row.step_s),
-                f"{row.noise:.0%}",
-                f"{row.samples_per_s:.3g}",
-                "" if row.efficiency is None else f"{row.efficiency:.0%}",
-                "" if row.over_bound is None else f"{row.over_bound:.2f}",
-            ]
-            for row in members
-        ]
-        header = ["system", "step", "noise", "samples/s", "efficiency", "over bound"]
-        parts.append(f"\n{name}\n{table(header, lines)}")
+        parts.append(f"\n{name}\n{_group_table(members)}")
     parts += [f"{key}: {why}" for key, why in not_measured(outcome).items()]
     return "\n".join(parts)
+
+
+def _group_table(members: Sequence[CaseFigures]) -> str:
+    """Return a line for each system, with the columns that have figures."""
+    columns: dict[str, Callable[[CaseFigures], str]] = {
+        "system": lambda row: row.case.system,
+        "step": lambda row: format_time(row.step_s),
+        "noise": lambda row: f"{row.noise:.0%}",
+        "drained": lambda row: format_time(row.wall_s),
+        "samples/s": lambda row: f"{row.samples_per_s:.3g}",
+        "efficiency": lambda row: "" if row.efficiency is None else f"{row.efficiency:.0%}",
+        "over bound": lambda row: "" if row.over_bound is None else f"{row.over_bound:.2f}",
+        "CPU": lambda row: format_time(row.cpu_s),
+        "sent": lambda row: f"{row.sent_bytes / 1e6:.3g} MB" if row.sent_bytes else "",
+        "memory": lambda row: f"{row.peak_bytes / 1e6:.0f} MB",
+        "first step": lambda row: format_time(row.first_step_s),
+    }
+    lines = {name: [show(row) for row in members] for name, show in columns.items()}
+    kept = {name: cells for name, cells in lines.items() if any(cells)}
+    return table(list(kept), list(zip(*kept.values(), strict=True)))
 
 
 def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
@@ -85,7 +92,7 @@ def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
     figures = {
         "headlines": heads,
         "comparisons": compared,
-        "advice": advice(outcome, rows),
+        "advice": modes.advice(rows),
         "cautions": cautions(outcome),
         "cases": cases,
         "not_measured": not_measured(outcome),

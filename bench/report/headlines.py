@@ -30,16 +30,19 @@ from bench.report.unfinished import unfinished
 from bench.rounds.record import Case
 
 OURS = "hvpipe-step"
+_OPT_IN = "hvpipe-local"
 _WHERE = {
     True: ", where a cluster is faster than one host",
     False: ", where one host alone is faster",
     None: "",
 }
 """The three kinds of cases: see `pays`."""
+BEST_EXACT = "best native TensorFlow that trains the same"
+HOROVOD = "Horovod, tuned"
 _AGAINST = (
     (BEST_NATIVE, NATIVE),
-    ("best native TensorFlow that trains the same", EXACT_NATIVE),
-    ("Horovod, tuned", ("horovod-tuned",)),
+    (BEST_EXACT, EXACT_NATIVE),
+    (HOROVOD, ("horovod-tuned",)),
     ("Horovod", ("horovod",)),
     ("hvpipe without overlap", ("hvpipe-none",)),
 )
@@ -69,10 +72,13 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
             mean = means(compared)
             if mean is not None:
                 said = _ran_in(compared, worth[pay], baselines)
-                found.append(_against(f"{title}{where}", mean, [said] if said else []))
+                found.append(_against(OURS, f"{title}{where}", mean, [said] if said else []))
         left_out = [case for case in _compared(tried, baselines) if case.key in failed]
         if left_out:
             found.append(Headline(f"{OURS} against {title}, failures", "failed", _failures(left_out)))
+    opt_in = compare_in_groups(rows, _OPT_IN, NATIVE, failed)
+    if (mean := means(opt_in)) is not None:
+        found.append(_against(_OPT_IN, f"{BEST_NATIVE}, in all cases", mean, [_ran_in(opt_in, rows, NATIVE)]))
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
     ratios = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
     if ratios:
@@ -148,19 +154,45 @@ def _ran_in(compared: Sequence[Comparison], rows: Sequence[CaseFigures], baselin
     return "ran: " + ", ".join(f"{name} in {count} of {len(groups)}" for name, count in ran.items())
 
 
-def _against(title: str, mean: Means, also: Sequence[str]) -> Headline:
+def _against(system: str, title: str, mean: Means, also: Sequence[str]) -> Headline:
     interval = "" if mean.interval is None else f" ({mean.interval[0]:.2f} to {mean.interval[1]:.2f})"
     counts = {name: mean.verdicts.count(name) for name in ("faster", "tie", "slower", "")}
     words = ", ".join(f"{count} {name or 'of one round'}" for name, count in counts.items() if count)
     slower = (
         f"below 1x in {', '.join(mean.slower_in)}" if mean.slower_in else f"worst {mean.worst.describe()}"
     )
-    saved = f"{abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time"
     return Headline(
-        f"{OURS} against {title}",
-        f"{mean.speedup:.2f}x{interval}, {saved}",
+        f"{system} against {title}",
+        f"{mean.speedup:.2f}x{interval}, {_saved(mean)}",
         "; ".join([f"{_cases(mean.groups)}: {words}", slower, *also]),
     )
+
+
+def _saved(mean: Means) -> str:
+    return f"{abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time"
+
+
+def answer(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
+    """Return the main results in two sentences; "" without figures of hvpipe and others."""
+    failed = failed_cases(outcome)
+    paying = [row for members in by_group(rows).values() if pays(members) for row in members]
+    if not compare_in_groups(paying, OURS, (*EXACT_NATIVE, "horovod-tuned"), failed):
+        paying = []
+    said = []
+    for title, baselines in (("the " + BEST_EXACT, EXACT_NATIVE), ("tuned Horovod", ("horovod-tuned",))):
+        mean = means(compare_in_groups(paying or rows, OURS, baselines, failed))
+        if mean is not None:
+            interval = "" if mean.interval is None else f", {mean.interval[0]:.2f} to {mean.interval[1]:.2f}"
+            said.append(f"{_saved(mean)} than {title} ({mean.speedup:.2f}x{interval})")
+    where = "Where a cluster is faster than one host, a step" if paying else "A step"
+    sentences = [f"{where} of {OURS} takes {' and '.join(said)}."] if said else []
+    mean = means(compare_in_groups(rows, _OPT_IN, NATIVE, failed))
+    if mean is not None:
+        sentences.append(
+            f"{_OPT_IN}, which trains by another algorithm, takes {_saved(mean)} than the fastest system of "
+            f"TensorFlow, in all {_cases(mean.groups)}."
+        )
+    return " ".join(sentences)
 
 
 def _scaling(rows: list[CaseFigures]) -> list[Headline]:

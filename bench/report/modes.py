@@ -64,8 +64,8 @@ def advised(found: Sequence[ModeForecast]) -> str:
 def describe(rows: Sequence[CaseFigures]) -> str:
     """Return a table and a sentence for each group."""
     made = []
-    for name, members in by_group(rows).items():
-        found = [] if members[0].case.task.epochs else forecasts(members)
+    for name, members in _of_steps(rows).items():
+        found = forecasts(members)
         if not found:
             continue
         lines = [[each.system, format_time(each.at_best_s), *_measured(each)] for each in found]
@@ -75,13 +75,19 @@ def describe(rows: Sequence[CaseFigures]) -> str:
     return "\n\n".join(made)
 
 
+def advice(rows: Sequence[CaseFigures]) -> list[str]:
+    """Return a sentence for each group whose computing and links are known."""
+    groups = {name: forecasts(members) for name, members in _of_steps(rows).items()}
+    return [f"{name}: {advised(found)}" for name, found in groups.items() if found]
+
+
 def as_json(rows: Sequence[CaseFigures]) -> dict[str, list[Mapping[str, object]]]:
     """Return the forecasts of each group as plain data."""
-    return {
-        name: [vars(each) for each in forecasts(members)]
-        for name, members in by_group(rows).items()
-        if not members[0].case.task.epochs
-    }
+    return {name: [vars(each) for each in forecasts(members)] for name, members in _of_steps(rows).items()}
+
+
+def _of_steps(rows: Sequence[CaseFigures]) -> dict[str, list[CaseFigures]]:
+    return {name: members for name, members in by_group(rows).items() if not members[0].case.task.epochs}
 
 
 def _measured(each: ModeForecast) -> tuple[str, str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.report.advice import advice
-from bench.report.figures import all_figures
-from bench.report.headlines import cautions, headlines
+from bench.report import modes
+from bench.report.figures import CaseFigures, all_figures
+from bench.report.headlines import BEST_EXACT, HOROVOD, answer, cautions, headlines
 from bench.report.markup import around, element
 from bench.report.page_measured import breakdown, case_by_case, curve, steps
 from bench.report.page_more import (
@@ -23,6 +22,10 @@ from bench.report.page_more import (
     utilization,
 )
 
+# A browser prints a folded section without its content.
+_PRINTS_ALL = (
+    'addEventListener("beforeprint",()=>document.querySelectorAll("details").forEach(d=>d.open=true))'
+)
 _HOW = (
     "The systems of a group train the same model on the same data, with the same seed and threads. They "
     "take turns, round after round. A round is a set of fresh processes that warm up before timed steps.",
@@ -46,38 +49,37 @@ def page(outcome: EvaluationOutcome) -> str:
     """Return the whole page."""
     setting = outcome.setting
     rows = all_figures(outcome)
-    sections: tuple[tuple[str, Callable[[], str]], ...] = (
-        ("Where a cluster pays", lambda: curve(rows)),
-        ("What to change", lambda: around("ul", (element("li", each) for each in advice(outcome, rows)))),
-        ("Step time by system", lambda: steps(outcome, rows)),
-        ("Case by case", lambda: case_by_case(outcome, rows)),
-        ("Scaling", lambda: scaling(rows)),
-        ("Where the time goes", lambda: breakdown(rows)),
-        ("Utilization over time", lambda: utilization(outcome)),
-        ("GPUs", lambda: gpus(rows)),
-        ("Time to accuracy", lambda: time_to_accuracy(outcome)),
-        ("The same accuracy", lambda: accuracy(outcome)),
-        ("Pipelines", lambda: pipelines(outcome)),
-        ("Links", lambda: links(outcome)),
-        ("Not measured", lambda: not_measured(outcome)),
-        ("How it was measured", lambda: _how(outcome)),
+    answers = (
+        element("p", answer(outcome, rows), "answer"),
+        curve(rows),
+        case_by_case(outcome, rows, (BEST_EXACT, HOROVOD)),
     )
-    cards = (
-        around("div", [element("span", h.title), element("b", h.figure), element("small", h.detail)], "card")
-        for h in headlines(outcome, rows)
-    )
+    sections = {
+        "All results": _cards(outcome, rows),
+        "Case by case": case_by_case(outcome, rows),
+        "Which mode to use": around("ul", (element("li", each) for each in modes.advice(rows))),
+        "Step time by system": steps(outcome, rows),
+        "Scaling": scaling(rows),
+        "Where the time goes": breakdown(rows),
+        "Utilization over time": utilization(outcome),
+        "GPUs": gpus(rows),
+        "Time to accuracy": time_to_accuracy(outcome),
+        "The same accuracy": accuracy(outcome),
+        "Pipelines": pipelines(outcome),
+        "Links": links(outcome),
+        "Not measured": not_measured(outcome),
+        "How it was measured": _how(outcome),
+    }
     body = [
         element("h1", setting.title),
         element(
             "p", f"{setting.started[:10]}, {setting.machine.describe()}, hvpipe {setting.machine.hvpipe}"
         ),
         *(element("p", each, "notice") for each in cautions(outcome)),
-        around("div", cards, "cards"),
+        *answers,
+        *(_section(title, made) for title, made in sections.items() if made and made != "<ul></ul>"),
+        f"<script>{_PRINTS_ALL}</script>",
     ]
-    for title, make in sections:
-        made = make()
-        if made and made != "<ul></ul>":
-            body += [element("h2", title), made]
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -85,6 +87,19 @@ def page(outcome: EvaluationOutcome) -> str:
         f"<title>{escape(setting.title)}</title><style>{style}</style></head>\n"
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
+
+
+def _section(title: str, made: str) -> str:
+    """Return a section that opens on a click."""
+    return around("details", [around("summary", [element("h2", title)]), made], "section")
+
+
+def _cards(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
+    cards = [
+        around("div", [element("span", h.title), element("b", h.figure), element("small", h.detail)], "card")
+        for h in headlines(outcome, rows)
+    ]
+    return around("div", cards, "cards") if cards else ""
 
 
 def _how(outcome: EvaluationOutcome) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
 from bench.report.figures import ALONE, CaseFigures, by_group, fastest
@@ -51,7 +53,7 @@ def curve(rows: list[CaseFigures]) -> str:
         "nothing. Left of 1, ideal overlap hides all communication. Below the line of one host, a cluster "
         "does not pay."
     )
-    return element("p", words) + around("div", plots, "plots") if plots else ""
+    return around("div", plots, "plots") + element("p", words, "quiet") if plots else ""
 
 
 def _is_on_curve(row: CaseFigures) -> bool:
@@ -114,9 +116,9 @@ def _table(members: list[CaseFigures]) -> str:
     return table(header, lines, None if best is None else members.index(best))
 
 
-def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
-    """Return what hvpipe saves in each case: a row for each group, a column for each baseline."""
-    against = comparisons(outcome, rows)
+def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures], titles: Collection[str] = ()) -> str:
+    """Return what hvpipe saves in each case: a row for each group, a column for each baseline, or of `titles`."""
+    against = {k: found for k, found in comparisons(outcome, rows).items() if not titles or k in titles}
     if not against:
         return ""
     found = {(title, each.group): each for title, compared in against.items() for each in compared}
@@ -129,7 +131,7 @@ def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
         f"The speedup of {OURS} with its 95 % interval over rounds, and the time that it saves. A tie is an "
         "interval that holds 1x. Groups in which one of the two failed are left out."
     )
-    return element("p", words) + table(["case", *(f"against {title}" for title in against)], lines)
+    return table(["case", *(f"against {title}" for title in against)], lines) + element("p", words, "quiet")
 
 
 def _saved(compared: Comparison | None, named: bool) -> str:

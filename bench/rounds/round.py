@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,19 @@ def run_round(
     timeout_s: float,
     *,
     python: str = sys.executable,
-    system: System | None = None,
+    systems: Mapping[str, System] = SYSTEMS,
 ) -> Round:
     """Run one round of a case in fresh processes under `python`, and end everything it started.
 
     `cluster` is up; None is this machine alone. Real hosts must share the current folder. The round records
     failures instead of raising them: a system that is not installed (`skipped`), or a crash or a hang
-    (`error`, with the end of the output). In a search, `system` is a variant of the case's system.
+    (`error`, with the end of the output). `systems` has the case's system by name.
     """
     began_s = time.monotonic()
     round_ = Round(case, number)
-    system = system or SYSTEMS.get(case.system)
+    system = systems.get(case.system)
     if system is None:
-        wanted = ", ".join(SYSTEMS)
+        wanted = ", ".join(systems)
         return replace(round_, error=f"The system must be one of {wanted}. Received: {case.system!r}")
     round_ = replace(round_, notes=system.notes)
     if why := system.missing(python):
@@ -91,7 +92,7 @@ def _run(
         return replace(round_, error=f"{system.title}: {why}\n{ended.output}".rstrip())
     found: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
     versions = [f"{what} {version}" for what, version in found[0]["versions"].items()]
-    if system.start == "mpirun":
+    if system.start in ("mpirun", "horovodrun"):
         versions.append(_mpi_version(python))
     ranks = tuple(rank_round(each["rank"]) for each in found)
     if (directory / TRACE).exists() and not case.task.epochs:

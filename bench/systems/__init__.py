@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bench.systems.system import System
 from bench.systems.tuned import read_tuned
@@ -31,10 +33,8 @@ _OPEN_MPI = {
 }
 
 
-def _hvpipe(
-    name: str, title: str, exact: bool = True, uneven: bool = False, least_steps: int = 1, **options: str
-) -> System:
-    return System(
+def _hvpipe(name: str, title: str, options: Mapping[str, str], **more: Any) -> System:
+    system = System(
         name=f"hvpipe-{name}",
         title=f"hvpipe, {title}",
         adapter="hvpipe_modes",
@@ -45,10 +45,8 @@ def _hvpipe(
             f"{_FIT}, with hvpipe's trace on; the timing callback declares that it reads no weights and "
             "stops nothing, which custom callbacks must declare as well to keep the overlap",
         ),
-        exact=exact,
-        uneven=uneven,
-        least_steps=least_steps,
     )
+    return replace(system, **more)
 
 
 def _horovod(name: str, title: str, environment: dict[str, str], note: str) -> System:
@@ -60,6 +58,18 @@ def _horovod(name: str, title: str, environment: dict[str, str], note: str) -> S
         needs=("tensorflow", "keras", "horovod"),
         environment=environment,
         notes=(*_HOROVOD_NOTES, note),
+    )
+
+
+def _by_gloo(system: System, name: str) -> System:
+    """Return the system as `horovodrun --gloo` starts it, where Horovod's operations send for hvpipe, too."""
+    return replace(
+        system,
+        name=name,
+        title=f"{system.title}, under horovodrun --gloo",
+        start="horovodrun",
+        needs=tuple(dict.fromkeys((*system.needs, "horovod"))),
+        notes=(system.notes[0], "started by horovodrun --gloo"),
     )
 
 
@@ -85,13 +95,27 @@ def _tuned(system: System) -> System:
     return replace(system.tuned(tuned.values), notes=(*system.notes, f"{values}: {tuned.source}"))
 
 
+_SINGLE = System(
+    name="single",
+    title="computing alone",
+    adapter="single",
+    start="processes",
+    notes=(f"{_FIT}; several ranks are as many processes that compute at once and share nothing",),
+)
+_HOROVOD = _horovod("horovod", "Horovod", {}, "default settings, Open MPI's as well")
+_BY_OVERLAP = {each: _hvpipe(each, each, {"overlap": each}) for each in ("none", "backward", "step")}
 _ALL = (
-    System(
-        name="single",
-        title="computing alone",
-        adapter="single",
-        start="processes",
-        notes=(f"{_FIT}; several ranks are as many processes that compute at once and share nothing",),
+    _SINGLE,
+    replace(
+        _SINGLE,
+        name="single-beside-tcp",
+        title="computing alone beside plain TCP",
+        options={"beside_tcp": "yes"},
+        exact=False,
+        notes=(
+            *_SINGLE.notes,
+            "beside each host's first rank a process sends as many bytes as an all-reduce",
+        ),
     ),
     System(
         name="tf-ps",
@@ -123,7 +147,7 @@ _ALL = (
             "gradients in packs, which travel while those of earlier layers are computed",
         )
     ),
-    _horovod("horovod", "Horovod", {}, "default settings, Open MPI's as well"),
+    _HOROVOD,
     _tuned(
         _horovod(
             "horovod-tuned",
@@ -133,15 +157,21 @@ _ALL = (
             "is best on links: recursive doubling; from 3 ranks and 1 MiB on, a ring",
         )
     ),
-    *(_hvpipe(overlap, overlap, overlap=overlap) for overlap in ("none", "backward", "step")),
-    _hvpipe("stale", "stale", exact=False, overlap="stale"),
+    _by_gloo(_HOROVOD, "horovod-gloo"),
+    *_BY_OVERLAP.values(),
+    *(_by_gloo(_BY_OVERLAP[overlap], f"hvpipe-gloo-{overlap}") for overlap in ("none", "step")),
+    _hvpipe("stale", "stale", {"overlap": "stale"}, exact=False),
     *(
-        _hvpipe(name, f"step, {compression}", exact=False, overlap="step", compression=compression)
+        _hvpipe(name, f"step, {compression}", {"overlap": "step", "compression": compression}, exact=False)
         for name, compression in (("bf16", "bf16"), ("int8", "int8"), ("powersgd", "powersgd:4"))
     ),
-    # Three rounds of 8 steps. Only the last one waits for the link.
     _hvpipe(
-        "local", "averages every 8 steps", False, uneven=True, least_steps=24, overlap="local", every="8"
+        "local",
+        "averages every 8 steps",
+        {"overlap": "local", "every": "8"},
+        exact=False,
+        uneven=True,
+        least_steps=24,  # three rounds, of which only the last one waits for the link
     ),
 )
 

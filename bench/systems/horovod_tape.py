@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.rounds.job import RankJob
 from bench.systems import loop
-from bench.training.image_model import claim_gpu, prepare_tensorflow
+from bench.training.prepare import claim_gpu, prepare_tensorflow
 from bench.training.workloads import batches_of, loss_of, make_model, make_optimizer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.rounds.job import RankJob
 from bench.systems.keras_fit import fit
-from bench.training.image_model import prepare_tensorflow
+from bench.training.prepare import prepare_tensorflow
 from bench.training.workloads import compiled_model
 
 TRACE = "trace.json"

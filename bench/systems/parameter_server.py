@@ -15,7 +15,7 @@ from bench.rounds.job import RankJob
 from bench.rounds.record import RankRound
 from bench.systems.loop import replica_step
 from bench.systems.server_process import PERIOD_S, read_file, readings_file
-from bench.training.image_model import prepare_tensorflow
+from bench.training.prepare import prepare_tensorflow
 from bench.training.workloads import batches_of, evaluator, make_model, make_optimizer, runs_of
 
 

@@ -36,7 +36,7 @@ def serve(directory: Path, job: str, index: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # variables stay in memory; GPUs are for the workers
     import tensorflow as tf
 
-    from bench.training.image_model import own_gpu
+    from bench.training.prepare import own_gpu
 
     config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=what["task"]["threads"])
     # TensorFlow's tutorial on parameter servers: with fewer cores than this, workers wait for ever.

@@ -1,4 +1,8 @@
-"""Plain Keras in one process. Several ranks are as many processes that compute at once and share nothing."""
+"""Plain Keras in one process. Several ranks are as many processes that compute at once and share nothing.
+
+With the option `beside_tcp`, a process beside the first rank of each host exchanges as many bytes with its
+neighbours during each step as an all-reduce of the gradients would.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from bench.metrics import median
 from bench.rounds.job import RankJob
 from bench.rounds.timed_steps import counted
 from bench.systems.keras_fit import fit
-from bench.training.image_model import claim_gpu, gradient_bytes, prepare_tensorflow
+from bench.systems.ring_stream import RingStream
+from bench.training.prepare import claim_gpu, gradient_bytes, prepare_tensorflow
 from bench.training.workloads import batches_of, compiled_model, loss_of, train_whole_steps
 
 
@@ -24,10 +29,27 @@ def train(job: RankJob) -> None:
     # All should compute at once, and nothing else keeps them in step.
     job.watch.at_window = lambda: job.meet("window")
     job.meet("built")
+    if "beside_tcp" in job.options:
+        with RingStream(job, gradient_bytes(model)) as stream:
+            fit(keras, model, job, [_moves_bytes(keras, stream)])
+        return
     fit(keras, model, job)
     if not job.task.epochs:
         job.meet("trained")
         job.parts_s = _parts(keras, model, job)
+
+
+def _moves_bytes(keras: Any, stream: RingStream) -> Any:
+    """Return a callback that starts a step's bytes at its begin, and ends the step only when they arrived."""
+
+    class MovesBytes(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            stream.begin()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            stream.wait()
+
+    return MovesBytes()
 
 
 def _parts(keras: Any, model: Any, job: RankJob) -> dict[str, float]:

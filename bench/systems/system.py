@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Start = Literal["mpirun", "processes", "servers"]
+Start = Literal["mpirun", "horovodrun", "processes", "servers"]
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,12 @@ class System:
     """One system under test.
 
     `adapter` is a module of bench.systems with a function `train(job)`, which every rank calls. `start` is
-    "mpirun"; or "processes", one per rank, with a TF_CONFIG that names the others; or "servers", the same
-    with a parameter server on each host and a coordinator. `environment` is set in every process before
-    imports; `options` are the adapter's own. If its steps are `uneven` (asynchronous workers, or a reduction
-    every few steps), only their mean counts. An `exact` system trains as one process would on the whole
-    batch, up to rounding in float32. Its rounds have `least_steps` timed steps, whatever a suite says.
+    "mpirun" or "horovodrun" (over Gloo); or "processes", one per rank, with a TF_CONFIG that names the
+    others; or "servers", the same with a parameter server on each host and a coordinator. `environment` is
+    set in every process before imports; `options` are the adapter's own. If its steps are `uneven`
+    (asynchronous workers, or a reduction every few steps), only their mean counts. An `exact` system trains
+    as one process would on the whole batch, up to rounding in float32. Its rounds have `least_steps` timed
+    steps, whatever a suite says.
     """
 
     name: str

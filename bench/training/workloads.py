@@ -10,7 +10,6 @@ from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.training import datasets
 from bench.training.datasets import DATASETS
-from bench.training.image_model import MODELS
 
 _CLASSES = 100
 _TOKENS = 2000  # vocabulary of the language models
@@ -33,7 +32,7 @@ class Workload:
 
 def _application(name: str) -> Callable[[Any, int], Any]:
     def build(keras: Any, pixels: int) -> Any:
-        make = getattr(keras.applications, MODELS[name])
+        make = getattr(keras.applications, name)
         return make(weights=None, input_shape=(pixels, pixels, 3), classes=_CLASSES)
 
     return build
@@ -103,10 +102,10 @@ def _table(keras: Any, pixels: int) -> Any:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "resnet50": Workload("ResNet-50", _application("resnet50"), "images", least_pixels=32),
-    "vgg16": Workload("VGG-16", _application("vgg16"), "images", least_pixels=32),
-    "inceptionv3": Workload("Inception-v3", _application("inceptionv3"), "images", least_pixels=75),
-    "mobilenetv2": Workload("MobileNetV2", _application("mobilenetv2"), "images", least_pixels=32),
+    "resnet50": Workload("ResNet-50", _application("ResNet50"), "images", least_pixels=32),
+    "vgg16": Workload("VGG-16", _application("VGG16"), "images", least_pixels=32),
+    "inceptionv3": Workload("Inception-v3", _application("InceptionV3"), "images", least_pixels=75),
+    "mobilenetv2": Workload("MobileNetV2", _application("MobileNetV2"), "images", least_pixels=32),
     "lstm": Workload("LSTM language model", _lstm, "tokens"),
     "transformer": Workload("transformer language model", _transformer, "tokens"),
     "text": Workload("text classifier with a large Embedding", _text, "texts"),
@@ -202,7 +201,14 @@ def batches_of(job: RankJob, rank: int | None = None) -> Any:
     if job.task.epochs:
         data = tf.data.Dataset.from_tensor_slices(_epochs_of_rank(job, rank)).batch(job.batches[rank])
     else:
-        data = tf.data.Dataset.from_tensors(_synthetic(job.task, job.batches[rank], rank))
+        data = tf.data.Dataset.from_tensors(synthetic(job.task, job.batches[rank], rank))
+    return endless(data)
+
+
+def endless(data: Any) -> Any:
+    """Return the dataset, repeated for ever. Reading it takes no time from a step."""
+    import tensorflow as tf
+
     options = tf.data.Options()
     options.autotune.enabled = False  # its thread delays the end of `fit` by up to 10 s
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
@@ -233,7 +239,7 @@ def evaluator(keras: Any, model: Any, job: RankJob) -> Callable[[], tuple[float,
     return loss_and_accuracy
 
 
-def _synthetic(task: Task, batch: int, rank: int) -> tuple[Any, Any]:
+def synthetic(task: Task, batch: int, rank: int) -> tuple[Any, Any]:
     """Return one batch, a different one on each rank."""
     import numpy as np
 

@@ -29,11 +29,17 @@ from hvpipe import cli
 from hvpipe.commands import bench as bench_command
 from hvpipe.errors import LaunchError
 
+TASK_FLAGS = [
+    *("--batch", "--cluster", "--epochs", "--help", "--hosts", "--json", "--pixels", "--python", "--ranks"),
+    *("--rounds", "--seed", "--shares", "--steps", "--threads", "--warm-up", "--workload", "-h"),
+]
 FLAGS = {
     "run": [
         *("--cluster", "--help", "--host-counts", "--hosts", "--json", "--out", "--plan", "--python"),
         *("--retry-failed", "--rounds", "--systems", "--threads", "-h"),
     ],
+    "step": sorted([*TASK_FLAGS, "--out", "--systems"]),
+    "tune": sorted([*TASK_FLAGS, "--keep", "--system"]),
     "report": ["--help", "--json", "-h"],
     "compare": ["--help", "--json", "-h"],
     "advise": ["--help", "--json", "-h"],
@@ -66,7 +72,7 @@ rounds = 1
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Write a suite for this host alone. Rounds take no time, and Horovod is not installed."""
 
-    def run_round(case: Case, number: int, hosts: object, timeout_s: float, *, python: str) -> Round:
+    def run_round(case: Case, number: int, hosts: object, timeout_s: float, **_: object) -> Round:
         return finished(case, 2.0 if case.system == "hvpipe-step" else 1.0, number=number)
 
     monkeypatch.setattr("bench.rounds.round.run_round", run_round)
@@ -179,7 +185,7 @@ from bench_rounds import finished
 
 folder = Path(sys.argv[1])
 
-def run_round(case, number, hosts, timeout_s, *, python):
+def run_round(case, number, hosts, timeout_s, **_):
     if case.system == "single":
         return finished(case, 1.0)
     line = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(300)", str(folder)]
@@ -302,7 +308,7 @@ def test_hosts_that_do_not_come_up_are_exit_code_1(
 def test_retry_failed_runs_failed_rounds_again(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(case: Case, number: int, hosts: object, timeout_s: float, *, python: str) -> Round:
+    def fail(case: Case, number: int, hosts: object, timeout_s: float, **_: object) -> Round:
         return Round(case, number, error="ssh: connection refused")
 
     words = ["run", suite, "--out", str(tmp_path / "out")]
@@ -444,3 +450,45 @@ def test_without_a_checkout_the_error_says_what_to_do(tmp_path: Path) -> None:
         (tmp_path / "clone" / part).touch()
     below = tmp_path / "clone" / "bench"
     assert bench_command.find_checkout(tmp_path, below) == tmp_path / "clone"
+
+
+def test_step_prints_a_row_for_each_system(
+    suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["step", "--systems", "single,hvpipe-step", "--rounds", "2", "--out", str(tmp_path / "out")]
+    assert command.main([*words, "--batch", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines if line.lstrip().startswith(("single", "hvpipe-step "))] == [
+        ["single", "1", "s", "0%"],
+        ["hvpipe-step", "2", "s", "0%"],
+    ]
+    rounds = EvaluationOutcome.read(tmp_path / "out").rounds
+    assert {(each.case.task.batch, each.case.ranks, each.case.cluster) for each in rounds} == {
+        (16, 2, "loopback")
+    }
+    assert [(each.number, each.case.system) for each in rounds] == [
+        (0, "single"),
+        (0, "hvpipe-step"),
+        (1, "hvpipe-step"),
+        (1, "single"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--systems", "single,hvpipe-stpe"], "Received: ['hvpipe-stpe']"),
+        (["--systems", "single,single"], "Each system should be there once. Received: single,single"),
+        (["--systems", "horovod"], "One of the systems at least should be installed. Horovod: absent"),
+        (["--batch", "0"], "must be at least 1. Received: Task("),
+        (["--shares", "3,x"], "--shares should be whole numbers, as in 11,5. Received: '3,x'"),
+        (["--shares", "3,4,5"], "shares should have one for each of 2 ranks. Received: [3, 4, 5]"),
+        (["--ranks", "0"], "Received: 3 and 0"),
+        (["--hosts", "a", "--cluster", "2x1gbit"], "Give --hosts or --cluster"),
+    ],
+)
+def test_a_step_that_cannot_be_measured_is_named(
+    words: list[str], says: str, suite: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["step", *words]) == 2
+    assert says in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import socket
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,6 @@ from bench import metrics
 from bench.all_reduce import command as all_reduce
 from bench.all_reduce.report import AllReduceReport, Row
 from bench.cluster.two_way_stream import measure, serve
-from bench.step import command as step
-from bench.step.overhead import OverheadReport
-from bench.step.report import ALONE_AND_TCP, ModeRound, StepReport
-from bench.step.ring_stream import RingStream
-from bench.training.image_model import ImageWorkload
 
 MB = 1 << 20
 
@@ -155,98 +149,10 @@ def test_all_reduce_report_round_trip_and_text() -> None:
     assert "41.94" in text
 
 
-def step_report() -> StepReport:
-    """Make a report of 2 ranks at 300 Mb/s with 37.5 MB of gradients.
-
-    The links need 1 s. The slower rank computes for 0.5 s.
-    """
-    rounds = (
-        ModeRound("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
-        ModeRound("step", [[1.1, 1.1, 9.0], [1.0, 1.1, 1.2]], [1.2, 1.3], {"bytes_sent": 5.0}),
-        ModeRound("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
-        ModeRound("step", [[1.1, 1.1, 1.1], [1.1, 1.1, 1.1]], [1.4, 1.5]),
-    )
-    return StepReport(
-        "model", "2 hosts", "Keras", 2, 2, 8, 37_500_000, rounds, 300e6, 290e6, "iperf3 --bidir"
-    )
-
-
-def test_step_summary() -> None:
-    report = step_report()
-    assert report.modes == ["alone", "step"]
-    assert report.seconds_drained("step") == pytest.approx(1.4)
-    assert report.summary() == {
-        "computing_alone_s": pytest.approx(0.5),
-        "links_s": pytest.approx(1.0),
-        "bound_s": pytest.approx(1.0),
-        "step_over_bound": pytest.approx(1.1),
-        "step_over_alone": pytest.approx(2.2),
-    }
-
-
-def test_step_summary_says_what_plain_tcp_beside_computing_costs() -> None:
-    loaded = ModeRound(ALONE_AND_TCP, [[0.6, 0.7, 0.8], [0.9, 1.0, 1.1]], [0.7, 1.0])
-    report = step_report()
-    report = replace(report, rounds=(*report.rounds[:2], loaded, *report.rounds[2:], loaded))
-    assert report.summary()["alone_and_tcp_s"] == pytest.approx(1.0)
-    assert report.summary()["step_over_alone"] == pytest.approx(2.2)
-    assert ALONE_AND_TCP in report.to_text()
-
-
-class OneRank:
-    """The part of a communicator that a stream needs."""
-
-    rank = 0
-
-    def allgather(self, value: object) -> list[object]:
-        return [value]
-
-
-def test_a_ring_of_one_host_streams_to_itself() -> None:
-    stream = RingStream(OneRank(), 3_000_000)
-    for _ in range(2):
-        stream.begin()
-        stream.wait()
-    stream.close()
-
-
-def test_a_stream_that_ends_early_is_an_error() -> None:
-    stream = RingStream(OneRank(), 0)
-    stream._process.kill()
-    with pytest.raises(RuntimeError, match="Received: status -9"):
-        stream.wait()
-    stream._process.communicate(timeout=10)
-
-
-def test_step_report_round_trip_and_text() -> None:
-    report = StepReport.from_json(step_report().to_json())
-    assert report == step_report()
-    text = report.to_text()
-    assert "(iperf3 --bidir, two-way: 290.0 Mb/s)" in text
-    assert all(part in text for part in ("links 1 s", "290.0 Mb/s"))
-    # 16 images in 1.1 s.
-    assert "14.55" in text
-
-
 def test_plots_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one_host_report().plot(tmp_path / "a.png")
-    step_report().plot(tmp_path / "b.png")
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
-
-
-def test_overhead_summary() -> None:
-    plain = {"trace_s": 10.0, "peak_bytes": 1000e6, "own_bytes": 900e6, "gradient_bytes": 100e6}
-    ours = {"trace_s": 12.0, "peak_bytes": 1110e6, "own_bytes": 990e6, "gradient_bytes": 100e6}
-    summary = OverheadReport(
-        2, "model", {"plain": [[plain, plain]], "step": [[ours, ours]]}, [0.03], []
-    ).summary()
-    assert summary["import_ms"] == pytest.approx(30)
-    assert summary["step_trace_ratio"] == pytest.approx(1.2)
-    assert summary["step_extra_peak_MB"] == pytest.approx(110)
-    assert summary["step_extra_own_MB"] == pytest.approx(90)
-    # 1.2 x 100 MB + 16 MiB
-    assert summary["allowed_extra_MB"] == pytest.approx(136.777216)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -263,24 +169,6 @@ def test_all_reduce_refuses_bad_options(
 ) -> None:
     assert all_reduce.main(words) == 1
     assert match in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["--modes", "step,foo"], "Received: modes='step,foo'"),
-        (["--batch", "0"], "batch=0"),
-        (["--hosts", "0"], "Received: hosts=0"),
-    ],
-)
-def test_step_refuses_bad_options(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert step.main(words) == 1
-    assert match in capsys.readouterr().err
-
-
-def test_unknown_model_is_named() -> None:
-    with pytest.raises(ValueError, match="Received: model='alexnet'"):
-        ImageWorkload(model="alexnet")
 
 
 def test_the_built_in_stream_measures_loopback() -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from bench.cluster import network
 from bench.cluster.virtual_cluster import ClusterError, VirtualCluster, equal_hosts
-from bench.step.gloo import SSH
 from distributed import run_cases
 
 ROOT = Path(__file__).parents[2]
@@ -130,20 +129,17 @@ def test_horovod_and_hvpipe_in_one_process(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_two_hosts(form: str, tmp_path: Path) -> None:
+def test_two_hosts(form: str) -> None:
     """horovodrun starts a rank on another host by ssh; here, in another network namespace."""
     try:
         network.require_privileges()
     except ClusterError as error:
         pytest.skip(str(error))
     with VirtualCluster(equal_hosts(2, "1gbit")) as cluster:
-        ssh = tmp_path / "ssh"
-        ssh.write_text(SSH.format(agent=cluster.directory / "agent"))
-        ssh.chmod(0o755)
         names = [host.name for host in cluster.spec.hosts]
         script = [sys.executable, "examples/train.py", "--progress", "none", "--epochs", "1"]
         job = ["horovodrun", form, "-np", "2", "-H", ",".join(f"{name}:1" for name in names), *script]
-        path = f"{tmp_path}:{BIN}:{os.environ['PATH']}"
+        path = f"{cluster.ssh.parent}:{BIN}:{os.environ['PATH']}"
         found = run(*cluster.host_command(names[0], job), limit_s=600.0, env={"PATH": path})
     assert found.returncode == 0, described(found)
     assert "2 ranks" in found.stdout, described(found)

@@ -120,7 +120,7 @@ def test_slowest_link_bounds_a_ring() -> None:
 
 def test_more_ranks_than_slots_is_an_error() -> None:
     with pytest.raises(ClusterError, match="Received: ranks=3"):
-        rank_command(equal_hosts(2), Path("agent"), 3, ["true"])
+        rank_command(equal_hosts(2), Path("ssh"), 3, ["true"])
 
 
 def test_more_ranks_than_cores_yield_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_more_ranks_than_cores_yield_when_idle(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
     yielding = ["--mca", "mpi_yield_when_idle", "1"]
     for ranks, expected in ((2, False), (3, True)):
-        lines = (one_host(ranks, ["true"]), rank_command(equal_hosts(3), Path("agent"), ranks, ["true"]))
+        lines = (one_host(ranks, ["true"]), rank_command(equal_hosts(3), Path("ssh"), ranks, ["true"]))
         for line in lines:
             assert any(line[i : i + 3] == yielding for i in range(len(line))) is expected
 
@@ -139,18 +139,18 @@ def test_ranks_of_hosts_with_a_cpu_share_yield_when_idle(monkeypatch: pytest.Mon
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
     spec = ClusterSpec((HostSpec("fast"), HostSpec("slow", cpus=0.5)))
-    assert "--mca mpi_yield_when_idle 1" in " ".join(rank_command(spec, Path("agent"), 2, ["true"]))
-    assert "mpi_yield_when_idle" not in rank_command(equal_hosts(2), Path("agent"), 2, ["true"])
+    assert "--mca mpi_yield_when_idle 1" in " ".join(rank_command(spec, Path("ssh"), 2, ["true"]))
+    assert "mpi_yield_when_idle" not in rank_command(equal_hosts(2), Path("ssh"), 2, ["true"])
 
 
 def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
-    line = " ".join(rank_command(equal_hosts(2, slots=2), Path("agent"), 4, ["true"]))
+    line = " ".join(rank_command(equal_hosts(2, slots=2), Path("ssh"), 4, ["true"]))
     assert "--prtemca plm_ssh_agent agent --host h0:2,h1:2 -np 4" in line
     assert "--mca btl tcp,self,sm --mca btl_tcp_if_include 10.77.0.0/24 true" in line
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 4)
-    line = " ".join(rank_command(equal_hosts(2), Path("agent"), 2, ["true"]))
+    line = " ".join(rank_command(equal_hosts(2), Path("ssh"), 2, ["true"]))
     assert "--oversubscribe --bind-to none --mca plm_rsh_agent agent" in line
     assert "--mca btl tcp,self --mca" in line
 

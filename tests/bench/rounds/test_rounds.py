@@ -21,7 +21,6 @@ from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import RealHosts
 from bench.launch.processes import Command, Ended, run_together
 from bench.rounds import meter, step_breakdown
-from bench.rounds.command import describe
 from bench.rounds.record import Case, RankRound, Round, Task
 from bench.rounds.round import run_round
 from bench.rounds.watch import StepWatch
@@ -385,13 +384,9 @@ def test_a_task_that_cannot_be_trained_is_named(task: Task, received: str) -> No
         check(task)
 
 
-def test_the_description_of_a_round_says_what_was_trained() -> None:
-    case = Case("single", "2 hosts", 2, Task("digits", 8, threads=3, epochs=2, shares=(11, 5)))
-    shown = describe(Round(case, 0, (RankRound([1.0], 1.0, 0.5, 1), RankRound([2.0], 2.0, 0.5, 1))))
-    assert shown.splitlines()[:2] == [
-        "computing alone: digits, 2 ranks, 2 hosts",
-        "batch 11+5, 3 threads an operation, 1 round of 2 epochs, seed 20",
-    ]
+def test_the_description_of_a_task_says_what_is_trained() -> None:
+    task = Task("digits", 8, threads=3, epochs=2, shares=(11, 5))
+    assert task.describe([1]) == "batch 11+5, 3 threads an operation, 1 round of 2 epochs, seed 20"
 
 
 def test_step_times_that_are_not_finite_are_an_error_and_the_journal_stays_readable(

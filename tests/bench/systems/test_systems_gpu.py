@@ -17,7 +17,7 @@ from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.rounds.watch import StepWatch
 from bench.systems import horovod_tape, loop, mirrored, server_process
-from bench.training.image_model import claim_gpu
+from bench.training.prepare import claim_gpu
 from hvpipe.errors import HvpipeError
 
 

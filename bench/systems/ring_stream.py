@@ -2,9 +2,8 @@
 
 It shows what a step's bytes cost the hosts' cores, whoever sends them.
 
-``python -m bench.step.ring_stream BYTES`` prints its port and reads "host port" of the next host. For each
-further line that it reads, it sends BYTES to that host, receives as many from the previous one, and prints
-"done".
+``python ring_stream.py`` prints its port and reads "host port" of the next host. For each further line, a
+number of bytes, it sends as many to that host, receives as many from the previous one, and prints "done".
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from bench.metrics import ring_factor
+from bench.rounds.job import RankJob
 
 _BLOCK_BYTES = 1 << 18
 _CONNECT_S = 30.0
@@ -26,43 +23,54 @@ _CONNECT_S = 30.0
 class RingStream:
     """The TCP stream of this rank's host. The first rank of each host has one; the others do nothing.
 
-    All ranks create and close it together. `wait` raises RuntimeError if its process ended early.
+    All ranks create it together, and it ends with its `with` block. `wait` raises RuntimeError if its process
+    ended early.
     """
 
-    def __init__(self, world: MPI.Intracomm, bytes_each_way: int) -> None:
-        hosts = world.allgather(socket.gethostname())
-        firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    def __init__(self, job: RankJob, gradient_bytes: int) -> None:
+        """`gradient_bytes` are those of an all-reduce that the stream stands in for.
+
+        ValueError if all ranks are on one host.
+        """
         self._process: subprocess.Popen[str] | None = None
-        port = 0
-        if world.rank in firsts:
-            self._process = _start(bytes_each_way)
-            port = int(self._line())
-        ports = world.allgather(port)
+        if job.local_rank_and_size[0] == 0:
+            self._process = _start()
+            (job.directory / f"stream-{job.rank}").write_text(f"{socket.gethostname()} {self._line()}")
+        job.meet("streams")
+        firsts = sorted(job.directory.glob("stream-*"), key=lambda path: int(path.name.split("-")[1]))
+        if len(firsts) == 1:
+            self.__exit__()
+            raise ValueError(
+                "Plain TCP beside computing needs ranks on several hosts. Received: ranks on one host"
+            )
+        self.bytes_each_way = round(ring_factor(len(firsts)) * gradient_bytes)
         if self._process is not None:
-            after = firsts[(firsts.index(world.rank) + 1) % len(firsts)]
-            self._tell(f"{hosts[after]} {ports[after]}")
+            here = firsts.index(job.directory / f"stream-{job.rank}")
+            self._tell(firsts[(here + 1) % len(firsts)].read_text())
+
+    def __enter__(self) -> RingStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.communicate(timeout=_CONNECT_S)
 
     def begin(self) -> None:
         """Send one step's bytes both ways."""
         if self._process is not None:
-            self._tell("go")
+            self._tell(str(self.bytes_each_way))
 
     def wait(self) -> None:
         """Wait until the bytes of the last `begin` are sent and as many have arrived."""
         if self._process is not None:
             self._line()
 
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.communicate(timeout=_CONNECT_S)
-
     def _tell(self, line: str) -> None:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def _line(self) -> str:
-        line = self._process.stdout.readline()
+        line = self._process.stdout.readline().strip()
         if not line:
             raise RuntimeError(
                 f"The stream should run until closed. Received: status {self._process.wait()}, output above"
@@ -70,8 +78,8 @@ class RingStream:
         return line
 
 
-def _start(bytes_each_way: int) -> subprocess.Popen[str]:
-    command = [sys.executable, str(Path(__file__)), str(bytes_each_way)]
+def _start() -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "bench.systems.ring_stream"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -90,7 +98,7 @@ def _receive(connection: socket.socket, size: int) -> None:
         size -= arrived
 
 
-def _serve(size: int) -> None:
+def _serve() -> None:
     with socket.create_server(("", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         host, port = sys.stdin.readline().split()
@@ -99,7 +107,8 @@ def _serve(size: int) -> None:
             listener.accept()[0] as here,
         ):
             there.settimeout(None)
-            for _ in sys.stdin:
+            for line in sys.stdin:
+                size = int(line)
                 sender = threading.Thread(target=_send, args=(there, size))
                 sender.start()
                 _receive(here, size)
@@ -108,4 +117,4 @@ def _serve(size: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve()

@@ -1,6 +1,6 @@
 """What checkpoints, and the watchdog with the flight recorder, add to a training step.
 
-    mpirun -np 2 python -m bench.step.reliability_cost
+    mpirun -np 2 python -m bench.faults.reliability_cost
 
 Every round trains the same steps three times, in an order of its own: as usual, with a checkpoint every N
 steps, and without watchdog and recorder. A checkpoint costs the copy, and the cores that the writing thread

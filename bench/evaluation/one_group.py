@@ -1,0 +1,50 @@
+"""Options that describe one task, for suites of a single group: `hvpipe bench step` and `tune`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bench.evaluation.suite import ANYWHERE, Group, Suite, SuiteError
+from bench.rounds.record import AUTO_THREADS, Task
+from bench.training.workloads import WORKLOADS, check
+
+
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is trained and for how long, for suite_of."""
+    parser.add_argument("--workload", default="resnet50", choices=list(WORKLOADS))
+    parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="samples per rank and step (default: 8)")
+    parser.add_argument("--shares", help="samples of each rank instead, e.g. 11,5")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on this host alone (default: 2)")
+    parser.add_argument("--warm-up", type=int, default=3, help="untimed steps of a round (default: 3)")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round (default: 8)")
+    parser.add_argument("--epochs", type=int, default=0, help="instead of steps, of digits, prose or table")
+    parser.add_argument("--seed", type=int, default=20)
+
+
+def suite_of(name: str, options: argparse.Namespace, systems: Sequence[str], rounds: int) -> Suite:
+    """Return the task of the options as a suite, with these systems in turn. SuiteError for wrong options."""
+    shares = options.shares.split(",") if options.shares else []
+    if not all(word.strip().isdecimal() for word in shares):
+        raise SuiteError(f"--shares should be whole numbers, as in 11,5. Received: {options.shares!r}")
+    try:
+        task = Task(
+            workload=options.workload,
+            batch=options.batch,
+            pixels=options.pixels,
+            threads=AUTO_THREADS,
+            warm_up=options.warm_up,
+            steps=options.steps,
+            seed=options.seed,
+            shares=tuple(map(int, shares)),
+            epochs=options.epochs,
+        )
+        check(replace(task, threads=1))
+    except ValueError as error:
+        raise SuiteError(str(error)) from error
+    if min(rounds, options.ranks) < 1:
+        raise SuiteError(f"--rounds and --ranks should be at least 1. Received: {rounds} and {options.ranks}")
+    group = Group(task, ANYWHERE, options.ranks, tuple(systems), rounds)
+    return Suite(name, f"{options.workload}, systems in turn", (group,))

@@ -1,0 +1,63 @@
+"""Sets TensorFlow up alike for every benchmark: threads and GPUs; and the size of a model's gradients."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hvpipe.comm.rank_gpu import assign_gpu
+
+
+def prepare_tensorflow(threads: int) -> Any:
+    """Import Keras on TensorFlow with quiet logs and `threads` threads per operation. Call it once, first."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    import keras
+
+    return keras
+
+
+def own_gpu(local_rank: int, local_size: int) -> int | None:
+    """Return which GPU of its host a rank uses, by hvpipe's rule. None without GPUs, HvpipeError with too
+    few.
+    """
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    return assign_gpu(local_rank, local_size, len(gpus)) if gpus else None
+
+
+def claim_gpu(local_rank: int, local_size: int) -> None:
+    """Let TensorFlow see only that GPU and allocate memory as needed. Call it before the first operation."""
+    import tensorflow as tf
+
+    mine = own_gpu(local_rank, local_size)
+    if mine is not None:
+        gpu = tf.config.list_physical_devices("GPU")[mine]
+        tf.config.set_visible_devices([gpu], "GPU")
+        tf.config.experimental.set_memory_growth(gpu, True)
+
+
+def gradient_bytes(model: Any, *, tables: bool = True) -> int:
+    """Return the bytes of all gradients in float32, which one all-reduce carries.
+
+    Without `tables`, Embeddings do not count, because only the rows of a batch need travel.
+    """
+    import keras
+
+    from hvpipe.keras.compat import layers_in
+
+    embeddings = [layer for layer in layers_in(model) if isinstance(layer, keras.layers.Embedding)]
+    left_out = [] if tables else [id(variable) for layer in embeddings for variable in layer.weights]
+    count = 0
+    for variable in model.trainable_variables:
+        if id(variable) in left_out:
+            continue
+        size = 4
+        for length in variable.shape:
+            size *= int(length)
+        count += size
+    return count

@@ -1,0 +1,47 @@
+"""Plain TCP around a ring of hosts: bytes go round, and a lost process is an error."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bench.rounds.job import RankJob
+from bench.rounds.record import Task
+from bench.systems.ring_stream import RingStream
+
+
+def _job(folder: Path, rank: int, size: int) -> RankJob:
+    return RankJob(Task("digits", batch=4), rank, size, {}, folder)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_step_waits_for_its_bytes(size: int, tmp_path: Path) -> None:
+    def steps(rank: int) -> int:
+        with RingStream(_job(tmp_path, rank, size), 3_000_000) as stream:
+            for _ in range(3):
+                stream.begin()
+                stream.wait()
+            return stream.bytes_each_way
+
+    with ThreadPoolExecutor(size) as ranks:
+        sent = list(ranks.map(steps, range(size)))
+    assert sent == [round(2 * (size - 1) / size * 3_000_000)] * size
+
+
+def test_a_stream_on_one_host_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Received: ranks on one host"):
+        RingStream(_job(tmp_path, 0, 1), 0)
+
+
+def test_a_stream_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    def lost(rank: int) -> None:
+        with RingStream(_job(tmp_path, rank, 2), 0) as stream:
+            assert stream._process is not None
+            stream._process.kill()
+            with pytest.raises(RuntimeError, match="Received: status -9"):
+                stream.wait()
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(lost, range(2)))
