@@ -66,7 +66,7 @@ def run_command(
     """Run a benchmark's command line and return its exit code.
 
     Args:
-        name: the benchmark's module, as in "bench.step".
+        name: the benchmark's module, as in "bench.all_reduce".
         parser: from make_parser, with the benchmark's own options.
         argv: the words of the command line; None: this process's.
         check: raises ValueError for options that cannot be followed, before anything starts.

@@ -139,8 +139,13 @@ def failed_cases(outcome: EvaluationOutcome) -> frozenset[str]:
 
 def fastest(members: Iterable[CaseFigures]) -> CaseFigures | None:
     """Return the fastest of a group that trains exactly, as one process would on the whole batch."""
-    exact = [row for row in members if is_exact(row.case.system) and row.case.system != ALONE]
+    exact = [row for row in members if is_exact(row.case.system) and not computes_alone(row.case.system)]
     return min(exact, key=lambda row: row.step_s, default=None)
+
+
+def computes_alone(system: str) -> bool:
+    """Return whether the ranks of a system share nothing."""
+    return system in SYSTEMS and SYSTEMS[system].adapter == SYSTEMS[ALONE].adapter
 
 
 def is_exact(system: str) -> bool:

@@ -11,6 +11,7 @@ from bench.report.figures import (
     ALONE,
     CaseFigures,
     by_group,
+    computes_alone,
     failed_cases,
     pays,
     tensorflow_versions,
@@ -201,7 +202,8 @@ def _scaling(rows: list[CaseFigures]) -> list[Headline]:
     if not groups:
         return []
     largest = max(groups, key=lambda members: (members[0].case.ranks, len(members)))
-    ranked = sorted((row for row in largest if row.case.system != ALONE), key=lambda row: row.step_s)
+    sharing = [row for row in largest if not computes_alone(row.case.system)]
+    ranked = sorted(sharing, key=lambda row: row.step_s)
     efficiencies = ", ".join(f"{row.case.system} {row.efficiency:.0%}" for row in ranked)
     return [
         Headline(
@@ -229,7 +231,7 @@ def _learning(outcome: EvaluationOutcome) -> list[Headline]:
 
 
 def _measures_scaling(members: list[CaseFigures]) -> bool:
-    others = [row for row in members if row.case.system != ALONE]
+    others = [row for row in members if not computes_alone(row.case.system)]
     return bool(others) and others[0].efficiency is not None and not others[0].case.task.epochs
 
 

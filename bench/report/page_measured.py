@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
-from bench.report.figures import ALONE, CaseFigures, by_group, fastest
+from bench.report.figures import ALONE, CaseFigures, by_group, computes_alone, fastest
 from bench.report.headlines import OURS, comparisons
 from bench.report.markup import around, element, figure, table
 from bench.report.plots import bars, lines, stacked
@@ -58,7 +58,8 @@ def curve(rows: list[CaseFigures]) -> str:
 
 def _is_on_curve(row: CaseFigures) -> bool:
     task = row.case.task
-    return row.links_s is not None and row.case.system != ALONE and not task.shares and not task.epochs
+    alone = computes_alone(row.case.system)
+    return row.links_s is not None and not alone and not task.shares and not task.epochs
 
 
 def _communication(row: CaseFigures) -> float:
@@ -117,7 +118,7 @@ def _table(members: list[CaseFigures]) -> str:
 
 
 def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures], titles: Collection[str] = ()) -> str:
-    """Return what hvpipe saves in each case: a row for each group, a column for each baseline, or of `titles`."""
+    """Return what hvpipe saves in each case: a row for each group, a column for each baseline in `titles`."""
     against = {k: found for k, found in comparisons(outcome, rows).items() if not titles or k in titles}
     if not against:
         return ""

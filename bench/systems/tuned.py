@@ -1,4 +1,4 @@
-"""The values of tuned systems in tuned.json, which `python -m bench.tune` writes."""
+"""The values of tuned systems in tuned.json, which `hvpipe bench tune` writes."""
 
 from __future__ import annotations
 

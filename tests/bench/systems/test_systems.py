@@ -25,7 +25,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-FOUR_MIB = {"bytes_per_pack": "4194304"}  # whatever bench.tune has found
+FOUR_MIB = {"bytes_per_pack": "4194304"}  # whatever `hvpipe bench tune` has found
 
 
 def _run(system: str, task: Task, timeout_s: float = 300, ranks: int = 2) -> Round:
