@@ -199,14 +199,27 @@ def _one_group(
     """Train the task of the options by the systems in turn. Without a folder nothing is kept."""
     if folder is not None:
         _require_plots()
-    selection = _selection(options) or HostSelection(loopback=True, loopback_ranks=options.ranks)
+    selection = _selection(options)
+    if selection is None:
+        ranks = 2 if options.ranks is None else options.ranks
+        if ranks < 1:
+            raise UsageError(f"--ranks should be at least 1. Received: --ranks {ranks}")
+        selection = HostSelection(loopback=True, loopback_ranks=ranks)
+    elif options.ranks is not None:
+        raise UsageError(
+            "--ranks are those of this host alone; a cluster has as many as its slots. "
+            f"Received: --ranks {options.ranks} with --hosts or --cluster"
+        )
     suite = suite_of(name, options, list(systems), options.rounds)
     evaluation = _evaluation(suite, selection, options, systems)
     warn_if_busy()
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="hvpipe-bench-")))
-        outcome = _measured(evaluation, folder)
+            with shown(evaluation.estimate_s()) as progress:
+                outcome = evaluation.run(folder, progress)
+        else:
+            outcome = _measured(evaluation, folder, retry_failed=True)
     if all(each.skipped and not each.not_up for each in outcome.rounds):
         raise UsageError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
     return outcome
@@ -245,7 +258,7 @@ def _evaluation(
     return evaluation
 
 
-def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool = False) -> EvaluationOutcome:
+def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> EvaluationOutcome:
     try:
         with shown(evaluation.estimate_s()) as progress:
             return evaluation.run(folder, progress, retry_failed=retry_failed)

@@ -33,11 +33,6 @@ def communication_bound_s(gradient_bytes: int, ranks: int, bits_per_s: float | N
     return gradient_bytes * ring_factor(ranks) * 8 / bits_per_s
 
 
-def step_bound_s(computing_s: float, gradient_bytes: int, ranks: int, bits_per_s: float | None) -> float:
-    """Return the least seconds of a step: the longer of computing and communication hides the other."""
-    return max(computing_s, communication_bound_s(gradient_bytes, ranks, bits_per_s))
-
-
 def geometric_mean(values: Sequence[float]) -> float:
     """Return the geometric mean, which suits ratios; NaN of nothing."""
     if not values:

@@ -17,7 +17,7 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="samples per rank and step (default: 8)")
     parser.add_argument("--shares", help="samples of each rank instead, e.g. 11,5")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks on this host alone (default: 2)")
+    parser.add_argument("--ranks", type=int, help="ranks on this host alone (default: 2)")
     parser.add_argument("--warm-up", type=int, default=3, help="untimed steps of a round (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a round (default: 8)")
     parser.add_argument("--epochs", type=int, default=0, help="instead of steps, of digits, prose or table")
@@ -44,7 +44,7 @@ def suite_of(name: str, options: argparse.Namespace, systems: Sequence[str], rou
         check(replace(task, threads=1))
     except ValueError as error:
         raise SuiteError(str(error)) from error
-    if min(rounds, options.ranks) < 1:
-        raise SuiteError(f"--rounds and --ranks should be at least 1. Received: {rounds} and {options.ranks}")
-    group = Group(task, ANYWHERE, options.ranks, tuple(systems), rounds)
-    return Suite(name, f"{options.workload}, systems in turn", (group,))
+    if rounds < 1:
+        raise SuiteError(f"--rounds should be at least 1. Received: --rounds {rounds}")
+    group = Group(task, ANYWHERE, 1, tuple(systems), rounds)
+    return Suite(name, f"{options.workload}, {len(systems)} in turn", (group,))

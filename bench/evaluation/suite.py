@@ -6,7 +6,7 @@ the hosts or the cluster that the command names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from bench.cluster.spec import ClusterSpec
@@ -50,8 +50,9 @@ class Group:
 
     def case(self, system: str) -> Case:
         """Return the case of one of the systems."""
-        least = SYSTEMS[system].least_steps if system in SYSTEMS else 1
-        task = replace(self.task, steps=max(self.task.steps, least))
+        task = self.task
+        if system in SYSTEMS and not task.epochs:
+            task = replace(task, steps=max(task.steps, SYSTEMS[system].least_steps))
         return Case(system, self.cluster, self.ranks, task, self.scaling)
 
     def rounds_of(self, system: str) -> int:
@@ -161,11 +162,6 @@ class Suite:
         return replace(self, groups=tuple(groups.values()), pipelines=pipelines, notes=tuple(notes))
 
 
-def proportional_shares(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return the samples of each rank by speed: batch x ranks in all, at least one each."""
-    return tuple(whole_shares(batch * len(speeds), speeds, least=1))
-
-
 def batch_of_rank(batch: int, ranks: int) -> int:
     """Return a rank's part of a whole step's batch. SuiteError if it is no whole number."""
     if batch % ranks:
@@ -192,7 +188,9 @@ def _task_on(group: Group, ranks: int, spec: ClusterSpec | None) -> Task:
 
 
 def shares_by_speed(batch: int, spec: ClusterSpec) -> tuple[int, ...]:
-    return proportional_shares(batch, [host.cpus or 1.0 for host in spec.hosts for _ in range(host.slots)])
+    """Return the samples of each rank by its host's CPU time: batch x ranks in all, at least one each."""
+    speeds = [host.cpus or 1.0 for host in spec.hosts for _ in range(host.slots)]
+    return tuple(whole_shares(batch * len(speeds), speeds, least=1))
 
 
 def require_ranks(task: Task, ranks: int) -> None:

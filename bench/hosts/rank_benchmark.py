@@ -99,11 +99,9 @@ def on_this_host(arguments: argparse.Namespace) -> bool:
     return arguments.hosts is None and arguments.spec is None
 
 
-def run_on_this_host(
-    name: str, arguments: argparse.Namespace, words: list[str], default_ranks: int = 2
-) -> str:
+def run_on_this_host(name: str, arguments: argparse.Namespace, words: list[str]) -> str:
     """Start the ranks on this host and return the text of their report."""
-    ranks = default_ranks if arguments.ranks is None else arguments.ranks
+    ranks = 2 if arguments.ranks is None else arguments.ranks
     return run_ranks(
         name,
         lambda command: mpirun.one_host(ranks, command),

@@ -15,6 +15,7 @@ from bench.hosts import rank_benchmark
 from bench.pipeline.models import MODELS
 from bench.pipeline.report import PipelineReport
 from bench.rounds.record import Task
+from bench.training.workloads import check
 
 _NAME = "bench.pipeline"
 _METHODS = (
@@ -56,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     _methods(arguments), _microbatches(arguments)
-    if min(arguments.batch, arguments.pixels, arguments.threads) < 1:
-        raise ValueError(
-            "Batch, pixels and threads must be at least 1. Received: "
-            f"batch={arguments.batch}, pixels={arguments.pixels}, threads={arguments.threads}"
-        )
+    check(_task(arguments))
+
+
+def _task(arguments: argparse.Namespace) -> Task:
+    return Task(arguments.model, arguments.batch, arguments.pixels, arguments.threads)
 
 
 def _methods(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -89,8 +90,7 @@ def _measure(arguments: argparse.Namespace, ranks: int) -> PipelineReport:
         rounds=arguments.rounds,
         steps=arguments.steps,
     )
-    task = Task(arguments.model, arguments.batch, arguments.pixels, arguments.threads)
-    return measure(task, options, arguments.where, rank_benchmark.say)
+    return measure(_task(arguments), options, arguments.where, rank_benchmark.say)
 
 
 def _drive(arguments: argparse.Namespace, words: list[str]) -> PipelineReport:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from bench.metrics import median
 from bench.pipeline.models import describe, endless_batch, model_function
 from bench.pipeline.report import MeasuredPlan, PipelineReport
-from bench.pipeline.timed_fit import timed_fit
 from bench.rounds.record import Task
 from bench.training.prepare import prepare_tensorflow
 
@@ -54,7 +55,7 @@ def measure(task: Task, options: WorkerOptions, where: str, say: Callable[[str],
     for name, plan in plans.items():
         pipelines[name] = _compiled(keras, build, plan)
         tell(f"tracing and warming up {name} ...")
-        timed_fit(keras, pipelines[name], endless_batch(task), 2)
+        _timed_fit(keras, pipelines[name], endless_batch(task), 2)
     trained = _train_in_turn(keras, pipelines, task, options, tell)
     return PipelineReport(
         describe(task),
@@ -156,7 +157,7 @@ def _train_in_turn(
         for name, pipeline in pipelines.items():
             hvpipe.barrier()
             counted = _counted(keras, hvpipe.counters)
-            step_s = timed_fit(keras, pipeline, endless_batch(task), options.steps, [counted])
+            step_s = _timed_fit(keras, pipeline, endless_batch(task), options.steps, [counted])
             after = hvpipe.counters()
             trained.computing_s[name].update(
                 {counter: after[counter] - counted.before[counter] for counter in _COMPUTING.values()}
@@ -164,6 +165,26 @@ def _train_in_turn(
             trained.step_s[name].extend(step_s[1:] or step_s)
             tell(f"round {number + 1} of {options.rounds}: {name} {median(step_s):.3f} s")
     return trained
+
+
+def _timed_fit(keras: Any, model: Any, data: Any, steps: int, within: Sequence[Any] = ()) -> list[float]:
+    """Train some steps, and return the seconds of each.
+
+    What the callbacks `within` do at the end of a batch is part of the step.
+    """
+    marks_s: list[float] = []
+
+    class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if not marks_s:
+                marks_s.append(time.perf_counter())
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            marks_s.append(time.perf_counter())
+
+    callbacks = [*within, StepTimer()]
+    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=callbacks)
+    return [after - before for before, after in pairwise(marks_s)]
 
 
 def _counted(keras: Any, counters: Callable[[], dict[str, float]]) -> Any:

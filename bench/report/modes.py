@@ -52,7 +52,7 @@ def advised(found: Sequence[ModeForecast]) -> str:
         return ""
     best_s = {each.system: each.at_best_s for each in found}
     gains = [each for each in found if not is_exact(each.system) and best_s[OURS] > _WORTH * each.at_best_s]
-    said = f'Use overlap="step": at best {best_s["hvpipe-none"] / best_s[OURS]:.2f}x of no overlap.'
+    said = f'Use overlap="step": at best {best_s["hvpipe-none"] / best_s[OURS]:.2f}x as fast as no overlap.'
     if not gains:
         return said + " Sending less would gain nothing: computing takes longer than the links."
     names = ", ".join(f"{each.system} {best_s[OURS] / each.at_best_s:.2f}x" for each in gains)

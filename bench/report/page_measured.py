@@ -10,12 +10,13 @@ from bench.report.figures import ALONE, CaseFigures, by_group, computes_alone, f
 from bench.report.headlines import OURS, comparisons
 from bench.report.markup import around, element, figure, table
 from bench.report.plots import bars, lines, stacked
-from bench.report.speedups import BEST_NATIVE, Comparison
+from bench.report.speedups import BEST_NATIVE, Comparison, less_or_more
 from bench.rounds.record import PARTS
 
 _NAMES = (
     *(ALONE, "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
     *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale", "tf-mwms-tuned"),
+    *("hvpipe-local", "hvpipe-int8"),
 )
 _HIDDEN = "communication_hidden"
 
@@ -130,7 +131,7 @@ def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures], titles: Co
     ]
     words = (
         f"The speedup of {OURS} with its 95 % interval over rounds, and the time that it saves. A tie is an "
-        "interval that holds 1x. Groups in which one of the two failed are left out."
+        "interval that holds 1x. Groups in which one of the compared systems failed are left out."
     )
     return table(["case", *(f"against {title}" for title in against)], lines) + element("p", words, "quiet")
 
@@ -139,7 +140,7 @@ def _saved(compared: Comparison | None, named: bool) -> str:
     if compared is None:
         return ""
     tie = ", a tie" if compared.verdict == "tie" else ""
-    text = f"{compared.describe()}, {compared.reduction:.0%} less{tie}"
+    text = f"{compared.describe()}, {less_or_more(compared.reduction)}{tie}"
     return f"{text} ({compared.baseline})" if named else text
 
 

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, median
-from bench.report.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples, trained_on_shares
+from bench.report.figures import (
+    ALONE,
+    CaseFigures,
+    by_group,
+    computes_alone,
+    rounds_by_case,
+    samples,
+    trained_on_shares,
+)
 from bench.report.learning import SHARE, ends_of_epochs_s, learning
 from bench.report.markup import around, element, figure, folded, table
 from bench.report.page_measured import system_colour
@@ -34,7 +42,13 @@ def scaling(rows: list[CaseFigures]) -> str:
     for row in rows:
         match = _EQUAL_HOSTS.fullmatch(row.case.cluster)
         task = row.case.task
-        if match and not task.shares and not task.epochs and row.efficiency and row.case.system != ALONE:
+        if (
+            match
+            and not task.shares
+            and not task.epochs
+            and row.efficiency
+            and not computes_alone(row.case.system)
+        ):
             what = f"{task.workload}, {task.pixels}, links {match[1]}"
             families.setdefault(f"weak scaling: {what}, {task.batch} samples a rank", []).append(row)
             families.setdefault(f"strong scaling: {what}, {samples(row.case)} samples a step", []).append(row)

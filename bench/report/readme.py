@@ -9,7 +9,16 @@ from pathlib import Path
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
-from bench.report.figures import ALONE, CaseFigures, all_figures, by_group, fastest, is_exact, not_measured
+from bench.report.figures import (
+    ALONE,
+    CaseFigures,
+    all_figures,
+    by_group,
+    computes_alone,
+    fastest,
+    is_exact,
+    not_measured,
+)
 from bench.report.headlines import cautions, headlines
 from bench.systems import SYSTEMS
 
@@ -82,7 +91,7 @@ def _means(systems: Sequence[str]) -> str:
 
 def _others(systems: Sequence[str]) -> str:
     """Name the systems that train by other algorithms, in brackets."""
-    names = [f"`{system}`" for system in systems if not is_exact(system)]
+    names = [f"`{each}`" for each in systems if not is_exact(each) and not computes_alone(each)]
     return f" ({', '.join(names)}: other algorithms)" if names else ""
 
 

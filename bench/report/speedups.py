@@ -113,6 +113,11 @@ def means(comparisons: Sequence[Comparison]) -> Means | None:
     )
 
 
+def less_or_more(reduction: float) -> str:
+    """Return a share of time that is saved in words: "18% less", "5% more"."""
+    return f"{abs(reduction):.0%} {'less' if reduction >= 0 else 'more'}"
+
+
 def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
     """Compare shares by speed with equal shares, of the same system, workload, cluster and samples a step."""
     known = list(rows)

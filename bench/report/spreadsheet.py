@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.report.figures import (
-    ALONE,
+    computes_alone,
     CaseFigures,
     all_figures,
     failed_cases,
@@ -120,7 +120,7 @@ def _by_rank(values: Iterable[float | None]) -> str:
 def _saved(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> dict[str, _Cells]:
     """Return by case what hvpipe saves against it."""
     found: dict[str, _Cells] = {}
-    for system in {row.case.system for row in rows} - {OURS, ALONE}:
+    for system in {row.case.system for row in rows if not computes_alone(row.case.system)} - {OURS}:
         for each in compare_in_groups(rows, OURS, [system], failed_cases(outcome)):
             found[f"{each.group}/{system}"] = {_SPEEDUP: each.speedup, _REDUCTION: each.reduction}
     return found

@@ -47,7 +47,7 @@ def run_round(
         wanted = ", ".join(systems)
         return replace(round_, error=f"The system must be one of {wanted}. Received: {case.system!r}")
     round_ = replace(round_, notes=system.notes)
-    if why := system.missing(python):
+    if why := system.missing(python) or _unfit(case, system, cluster):
         return replace(round_, skipped=f"{system.title}: {why}")
     try:
         check(case.task)
@@ -92,7 +92,7 @@ def _run(
         return replace(round_, error=f"{system.title}: {why}\n{ended.output}".rstrip())
     found: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
     versions = [f"{what} {version}" for what, version in found[0]["versions"].items()]
-    if system.start in ("mpirun", "horovodrun"):
+    if system.start == "mpirun":
         versions.append(_mpi_version(python))
     ranks = tuple(rank_round(each["rank"]) for each in found)
     if (directory / TRACE).exists() and not case.task.epochs:
@@ -100,6 +100,17 @@ def _run(
         # step completes it.
         ranks = _with_parts(ranks, Trace.read(directory / TRACE), case.task.warm_up)
     return replace(round_, ranks=ranks, versions=", ".join(versions))
+
+
+def _unfit(case: Case, system: System, cluster: Hosts | None) -> str:
+    """Return why a system cannot run a case that others can, or ""."""
+    if system.start == "horovodrun" and isinstance(cluster, RealHosts):
+        return "runs on virtual hosts, or on this one"
+    if "beside_tcp" in system.options and (
+        case.task.epochs or cluster is None or len(cluster.spec.hosts) < 2
+    ):
+        return "wants steps, not epochs, and several hosts"
+    return ""
 
 
 def _with_parts(ranks: tuple[RankRound, ...], trace: Trace, skip: int) -> tuple[RankRound, ...]:

@@ -114,7 +114,8 @@ _ALL = (
         exact=False,
         notes=(
             *_SINGLE.notes,
-            "beside each host's first rank a process sends as many bytes as an all-reduce",
+            "beside each host's first rank a process sends as many bytes as an all-reduce of all gradients "
+            "but Embeddings",
         ),
     ),
     System(
@@ -171,7 +172,7 @@ _ALL = (
         {"overlap": "local", "every": "8"},
         exact=False,
         uneven=True,
-        least_steps=24,  # three rounds, of which only the last one waits for the link
+        least_steps=24,  # three averages, of which only the last one waits for the link
     ),
 )
 

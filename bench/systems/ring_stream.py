@@ -28,21 +28,13 @@ class RingStream:
     """
 
     def __init__(self, job: RankJob, gradient_bytes: int) -> None:
-        """`gradient_bytes` are those of an all-reduce that the stream stands in for.
-
-        ValueError if all ranks are on one host.
-        """
+        """`gradient_bytes` are those of an all-reduce that the stream stands in for."""
         self._process: subprocess.Popen[str] | None = None
         if job.local_rank_and_size[0] == 0:
             self._process = _start()
             (job.directory / f"stream-{job.rank}").write_text(f"{socket.gethostname()} {self._line()}")
         job.meet("streams")
         firsts = sorted(job.directory.glob("stream-*"), key=lambda path: int(path.name.split("-")[1]))
-        if len(firsts) == 1:
-            self.__exit__()
-            raise ValueError(
-                "Plain TCP beside computing needs ranks on several hosts. Received: ranks on one host"
-            )
         self.bytes_each_way = round(ring_factor(len(firsts)) * gradient_bytes)
         if self._process is not None:
             here = firsts.index(job.directory / f"stream-{job.rank}")
@@ -101,7 +93,10 @@ def _receive(connection: socket.socket, size: int) -> None:
 def _serve() -> None:
     with socket.create_server(("", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
-        host, port = sys.stdin.readline().split()
+        after = sys.stdin.readline()
+        if not after:
+            return
+        host, port = after.split()
         with (
             socket.create_connection((host, int(port)), timeout=_CONNECT_S) as there,
             listener.accept()[0] as here,

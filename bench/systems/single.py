@@ -30,7 +30,7 @@ def train(job: RankJob) -> None:
     job.watch.at_window = lambda: job.meet("window")
     job.meet("built")
     if "beside_tcp" in job.options:
-        with RingStream(job, gradient_bytes(model)) as stream:
+        with RingStream(job, job.gradient_bytes) as stream:
             fit(keras, model, job, [_moves_bytes(keras, stream)])
         return
     fit(keras, model, job)

@@ -22,8 +22,8 @@ class System:
     others; or "servers", the same with a parameter server on each host and a coordinator. `environment` is
     set in every process before imports; `options` are the adapter's own. If its steps are `uneven`
     (asynchronous workers, or a reduction every few steps), only their mean counts. An `exact` system trains
-    as one process would on the whole batch, up to rounding in float32. Its rounds have `least_steps` timed
-    steps, whatever a suite says.
+    as one process would on the whole batch, up to rounding in float32. Its rounds have at least `least_steps`
+    timed steps.
     """
 
     name: str

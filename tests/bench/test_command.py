@@ -483,7 +483,8 @@ def test_step_prints_a_row_for_each_system(
         (["--batch", "0"], "must be at least 1. Received: Task("),
         (["--shares", "3,x"], "--shares should be whole numbers, as in 11,5. Received: '3,x'"),
         (["--shares", "3,4,5"], "shares should have one for each of 2 ranks. Received: [3, 4, 5]"),
-        (["--ranks", "0"], "Received: 3 and 0"),
+        (["--ranks", "0"], "--ranks should be at least 1. Received: --ranks 0"),
+        (["--ranks", "2", "--cluster", "2x1gbit"], "Received: --ranks 2 with --hosts or --cluster"),
         (["--hosts", "a", "--cluster", "2x1gbit"], "Give --hosts or --cluster"),
     ],
 )

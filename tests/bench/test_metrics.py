@@ -36,11 +36,6 @@ def test_communication_bound() -> None:
     assert metrics.communication_bound_s(95_200_000, 2, None) == 0.0
 
 
-def test_the_step_bound_is_the_larger_of_links_and_computing() -> None:
-    assert metrics.step_bound_s(1.37, 95_200_000, 2, 300e6) == pytest.approx(2.5387, abs=1e-4)
-    assert metrics.step_bound_s(1.37, 95_200_000, 2, 1e9) == 1.37
-
-
 def test_means() -> None:
     assert metrics.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
     assert math.isnan(metrics.geometric_mean([]))

@@ -147,11 +147,11 @@ def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
     line = " ".join(rank_command(equal_hosts(2, slots=2), Path("ssh"), 4, ["true"]))
-    assert "--prtemca plm_ssh_agent agent --host h0:2,h1:2 -np 4" in line
+    assert "--prtemca plm_ssh_agent ssh --host h0:2,h1:2 -np 4" in line
     assert "--mca btl tcp,self,sm --mca btl_tcp_if_include 10.77.0.0/24 true" in line
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 4)
     line = " ".join(rank_command(equal_hosts(2), Path("ssh"), 2, ["true"]))
-    assert "--oversubscribe --bind-to none --mca plm_rsh_agent agent" in line
+    assert "--oversubscribe --bind-to none --mca plm_rsh_agent ssh" in line
     assert "--mca btl tcp,self --mca" in line
 
 

@@ -36,7 +36,7 @@ def test_each_mode_hides_what_it_can() -> None:
     assert found["hvpipe-none"].measured_s is None
     shown = describe(rows(0.4, 0.8))
     assert "1.50x" in shown  # measured over at best
-    assert 'Use overlap="step": at best 1.50x of no overlap. Links are the limit' in shown
+    assert 'Use overlap="step": at best 1.50x as fast as no overlap. Links are the limit' in shown
     assert "hvpipe-bf16 2.00x" in shown
 
 

@@ -30,11 +30,6 @@ def test_each_step_waits_for_its_bytes(size: int, tmp_path: Path) -> None:
     assert sent == [round(2 * (size - 1) / size * 3_000_000)] * size
 
 
-def test_a_stream_on_one_host_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Received: ranks on one host"):
-        RingStream(_job(tmp_path, 0, 1), 0)
-
-
 def test_a_stream_that_ends_early_is_an_error(tmp_path: Path) -> None:
     def lost(rank: int) -> None:
         with RingStream(_job(tmp_path, rank, 2), 0) as stream:
