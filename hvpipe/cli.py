@@ -21,7 +21,8 @@ not be started, profile found no model to measure, or migrate cannot read, parse
 the job ended with a complete checkpoint, start it again; 69 an elastic job has too few ranks left;
 otherwise run and profile return mpirun's exit code, 128 + n after signal n; bench returns 1 if rounds
 failed or compare found a regression"""
-_BENCH_COMMANDS = "run quick, run full, report DIR, compare BEFORE AFTER, readme DIR; each has --help"
+_BENCH_COMMANDS = """run quick, run full, step, tune, report DIR, advise DIR, compare BEFORE AFTER,
+readme DIR; each has --help"""
 
 
 class _Command(Protocol):

@@ -15,6 +15,7 @@ from bench.errors import ClusterError
 from bench.evaluation.outcome import ClusterFacts
 from bench.evaluation.suite import (
     ANYWHERE,
+    LOOPBACK,
     Group,
     PipelineRun,
     Suite,
@@ -22,7 +23,6 @@ from bench.evaluation.suite import (
 )
 from bench.hosts.real_hosts import Hosts, RealHosts
 
-_LOOPBACK = "loopback"
 _LIMITED = HostSpec("h0", rate_bits_per_s=1e9)
 
 
@@ -64,7 +64,7 @@ class HostSelection:
         if self.hosts is not None:
             fitted = self._on_hosts(suite, self.hosts)
         elif self.loopback:
-            fitted = replace(suite.on_one_cluster(_LOOPBACK, self.loopback_ranks), pipelines=())
+            fitted = replace(suite.on_one_cluster(LOOPBACK, self.loopback_ranks), pipelines=())
         elif self.cluster is not None:
             name, spec = self.cluster
             fitted = suite.on_one_cluster(name, spec.slots, spec)

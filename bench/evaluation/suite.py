@@ -16,6 +16,7 @@ from bench.training.workloads import trained_examples
 from hvpipe.forecast.data_parallel import whole_shares
 
 ANYWHERE = "hosts"  # the cluster of groups and pipelines that name none
+LOOPBACK = "loopback"  # the cluster that is this machine alone
 _LEAST_STEPS = 4  # per epoch
 
 

@@ -29,6 +29,7 @@ from bench.report.speedups import (
     shares_gain,
 )
 from bench.report.unfinished import unfinished
+from bench.report.usage import disturbed
 from bench.rounds.record import Case
 
 OURS = "hvpipe-step"
@@ -116,9 +117,15 @@ def cautions(outcome: EvaluationOutcome) -> list[str]:
     versions = tensorflow_versions(outcome)
     said = ", ".join(f"{version} ({', '.join(systems)})" for version, systems in versions.items())
     mixed = [f"Not all was measured on the same TensorFlow: {said}."] if len(versions) > 1 else []
+    beside = disturbed(outcome)
+    other = [f"Other work took half a core or more beside: {'; '.join(beside)}."] if beside else []
+    return [*outcome.setting.notes, *mixed, *other, *_not_run_yet(outcome)]
+
+
+def left_out(outcome: EvaluationOutcome) -> str:
+    """Name the cases that failed, whose comparisons are left out; "" without any."""
     failed = sorted(failed_cases(outcome))
-    left_out = [f"Failed, so that their comparisons are left out: {', '.join(failed)}."] if failed else []
-    return [*outcome.setting.notes, *mixed, *left_out, *_not_run_yet(outcome)]
+    return f"Failed, so that their comparisons are left out: {', '.join(failed)}." if failed else ""
 
 
 def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:

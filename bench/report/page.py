@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.report import modes
 from bench.report.figures import CaseFigures, all_figures
-from bench.report.headlines import BEST_EXACT, HOROVOD, answer, cautions, headlines
+from bench.report.headlines import BEST_EXACT, HOROVOD, answer, cautions, headlines, left_out
 from bench.report.markup import around, element
 from bench.report.page_measured import breakdown, case_by_case, curve, steps
 from bench.report.page_more import (
@@ -79,7 +79,7 @@ def page(outcome: EvaluationOutcome) -> str:
         element(
             "p", f"{setting.started[:10]}, {setting.machine.describe()}, hvpipe {setting.machine.hvpipe}"
         ),
-        *(element("p", each, "notice") for each in cautions(outcome)),
+        *(element("p", each, "notice") for each in (*cautions(outcome), left_out(outcome)) if each),
         *answers,
         *(
             _section(title, made, title == opened)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.report.figures import (
-    computes_alone,
     CaseFigures,
     all_figures,
+    computes_alone,
     failed_cases,
     rounds_by_case,
     samples,

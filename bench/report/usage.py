@@ -6,9 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bench.evaluation.outcome import EvaluationOutcome
+from bench.evaluation.suite import LOOPBACK
 from bench.rounds.record import RankRound, Round
 
 _GPU = "gpu_"
+_OTHER_CORES = 0.5
 _TOTAL = "gpu_energy_j"  # a counter; its mean says nothing
 
 
@@ -27,6 +30,23 @@ def usage_of(rounds: Sequence[Round]) -> Usage:
     sampled = {name for rank in ranks for each in rank for one in each.utilization for name in one}
     quantities = sorted(name for name in sampled if name.startswith(_GPU) and name != _TOTAL)
     return Usage(cores, {name: tuple(_mean(rank, name) for rank in ranks) for name in quantities})
+
+
+def disturbed(outcome: EvaluationOutcome) -> list[str]:
+    """Return the rounds beside which other work took half a core of this machine or more, on the average.
+
+    Known where all ranks were on this machine: their own CPU time is left out.
+    """
+    groups = outcome.setting.plan.get("groups", [])
+    here = {each["cluster"] for each in groups if each["spec"] is not None or each["cluster"] == LOOPBACK}
+    found = []
+    for each in outcome.rounds:
+        host = _mean(each.ranks[:1], "host") if each.case.cluster in here else None
+        if host is not None:
+            own = sum(rank.cpu_share for rank in each.ranks)
+            if host * outcome.setting.machine.cores - own >= _OTHER_CORES:
+                found.append(f"{each.case.key}, round {each.number + 1}")
+    return found
 
 
 def _mean(rank: Sequence[RankRound], name: str) -> float | None:

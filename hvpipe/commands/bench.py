@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from hvpipe.errors import LaunchError
 
+COMMANDS = ("run", "step", "tune", "report", "advise", "compare", "readme")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `hvpipe bench`."""
-    parser.add_argument(
-        "subcommand", metavar="COMMAND", choices=("run", "report", "advise", "compare", "readme")
-    )
+    parser.add_argument("subcommand", metavar="COMMAND", choices=COMMANDS)
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
 
 

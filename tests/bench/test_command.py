@@ -56,6 +56,7 @@ def written(folder: Path, *rounds: Round) -> str:
 def test_the_flags_are_frozen() -> None:
     (commands,) = [a for a in command.make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     assert {name: sorted(p._option_string_actions) for name, p in commands.choices.items()} == FLAGS
+    assert tuple(commands.choices) == bench_command.COMMANDS
 
 
 SUITE = """

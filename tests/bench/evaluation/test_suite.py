@@ -13,7 +13,7 @@ from bench.cluster.spec import ClusterSpec, HostSpec, read_spec
 from bench.errors import ClusterError
 from bench.evaluation.estimates import round_s, suite_s
 from bench.evaluation.read_suite import read_suite, suite_names
-from bench.evaluation.suite import SuiteError, proportional_shares
+from bench.evaluation.suite import SuiteError, shares_by_speed
 
 SYSTEMS = (
     *("single", "tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned"),
@@ -235,8 +235,9 @@ def test_selecting_systems() -> None:
 
 
 @given(st.integers(1, 64), st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
-def test_proportional_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None:
-    shares = proportional_shares(batch, speeds)
+def test_shares_add_up_and_follow_the_cpu_time_of_hosts(batch: int, speeds: list[float]) -> None:
+    spec = ClusterSpec(tuple(HostSpec(f"h{n}", cpus=speed) for n, speed in enumerate(speeds)))
+    shares = shares_by_speed(batch, spec)
     assert len(shares) == len(speeds)
     assert min(shares) >= 1
     total = batch * len(speeds)

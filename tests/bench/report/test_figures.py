@@ -16,6 +16,7 @@ from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pa
 from bench.report.headlines import headlines
 from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means, shares_gain
 from bench.report.spreadsheet import to_csv
+from bench.report.usage import disturbed
 from bench.rounds.record import PARTS, RankRound, Round, Task
 from bench.rounds.timed_steps import counted, steps_noise
 from bench.systems import SYSTEMS
@@ -381,3 +382,15 @@ def test_the_csv_gives_the_speedup_over_each_system() -> None:
     saved = [(row["system"], row["hvpipe_step_speedup"], row["hvpipe_step_reduction"]) for row in rows]
     assert saved[0] == ("single", "", "")  # `single` shares no gradients, so it is no rival
     assert saved[1:] == [("tf-mwms", "1.5", "0.333333"), ("hvpipe-step", "", ""), ("horovod", "", "")]
+
+
+@pytest.mark.parametrize(("cores", "named"), [(0.9, False), (0.8, False), (0.7, True)])
+def test_rounds_beside_other_work_are_named(cores: float, named: bool) -> None:
+    """Both cores of the machine are busy in all samples, each of the two ranks with `cores` of them."""
+    samples = [{"at_s": 0.2 * number, "host": 1.0} for number in range(3)]
+    found = outcome(finished(case("hvpipe-step"), 1.0, utilization=samples, cpu_share=cores))
+    plan = {"groups": [{"cluster": "2x1gbit", "spec": {"hosts": []}}]}
+    found = replace(found, setting=replace(found.setting, plan=plan))
+    assert bool(disturbed(found)) is named
+    on_real_hosts = {"groups": [{"cluster": "2x1gbit", "spec": None}]}
+    assert disturbed(replace(found, setting=replace(found.setting, plan=on_real_hosts))) == []
