@@ -39,4 +39,4 @@ def folded(summary: str, output: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return element("td", text, "words" if len(text) > 40 else "")
+    return element("td", text, "words" if len(text) > 24 else "")
