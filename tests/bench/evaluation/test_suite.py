@@ -13,7 +13,8 @@ from bench.cluster.spec import ClusterSpec, HostSpec, read_spec
 from bench.errors import ClusterError
 from bench.evaluation.estimates import round_s, suite_s
 from bench.evaluation.read_suite import read_suite, suite_names
-from bench.evaluation.suite import SuiteError, shares_by_speed
+from bench.evaluation.suite import Group, SuiteError, shares_by_speed
+from bench.rounds.record import Task
 
 SYSTEMS = (
     *("single", "tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned"),
@@ -330,3 +331,9 @@ def test_at_most_some_rounds(tmp_path: Path) -> None:
     assert [suite.at_most(rounds).groups[0].rounds for rounds in (1, 5)] == [1, 3]
     with pytest.raises(SuiteError, match=r"at least one round\. Received: 0"):
         suite.at_most(0)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 24), (2, 8)])
+def test_a_round_of_local_averages_three_times(epochs: int, steps: int) -> None:
+    group = Group(Task("digits", 8, epochs=epochs), "2x1gbit", 2, ("hvpipe-step", "hvpipe-local"))
+    assert [group.case(name).task.steps for name in group.systems] == [8, steps]

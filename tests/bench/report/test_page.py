@@ -17,7 +17,7 @@ from bench.hosts.links import LinkFacts
 from bench.pipeline.report import MeasuredPlan, PipelineReport
 from bench.report.figures import all_figures, not_measured
 from bench.report.files import show_figures, write_outputs
-from bench.report.headlines import cautions, headlines
+from bench.report.headlines import answer, cautions, headlines
 from bench.report.page import page
 from bench.report.readme import BEGIN, END, ReadmeError, comparison, rewrite
 from bench.report.spreadsheet import to_csv
@@ -407,3 +407,18 @@ def test_rows_of_the_comparison_have_as_many_cells_as_the_header() -> None:
     table = [line for line in comparison(everything()).splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {table[0].count("|")}
     assert len(table) == 4
+
+
+def test_the_answer_leaves_out_what_failed_and_the_page_names_it() -> None:
+    steps = {"single": 1.0, "tf-mwms": 1.8, "hvpipe-step": 1.5, "hvpipe-local": 1.2}
+    rounds = [finished(case(name), step_s) for name, step_s in steps.items()]
+    four = {"tf-mwms": 2.0, "hvpipe-step": 1.6}
+    rounds += [finished(case(name, "4x1gbit", 4), step_s) for name, step_s in four.items()]
+    failed = Round(case("hvpipe-local", "4x1gbit", 4), 0, error="boom")
+    found = outcome(*rounds, failed, clusters=(CLUSTER, FOUR))
+    said = answer(found, all_figures(found))
+    assert "takes 17% less time than the best native TensorFlow that trains the same (1.20x; 1 case)." in said
+    assert "hvpipe-local, which trains by another algorithm, takes 33% less time" in said
+    assert said.endswith("asynchronous ones included (1.50x; 1 case).")
+    notice = "Failed, so that their comparisons are left out: resnet50-64/8/4x1gbit-4/weak/hvpipe-local."
+    assert notice in Page(page(found)).text.partition("All results")[0]

@@ -161,6 +161,19 @@ def test_over_ssh_workers_get_the_variables_that_mpirun_exports(
     assert words[-4:] == ["-m", "bench.rounds.rank_process", str(tmp_path), "1"]
 
 
+def test_horovodrun_starts_ranks_on_this_host_over_gloo(tmp_path: Path) -> None:
+    (command,) = Placement(None, 2).commands(SYSTEMS["horovod-gloo"], ["/venv/bin/python", "-m"], tmp_path)
+    assert list(command.line) == [
+        *("/venv/bin/horovodrun", "--gloo", "-np", "2", "-H", "localhost:2"),
+        *("/venv/bin/python", "-m", "bench.rounds.rank_process", str(tmp_path)),
+    ]
+
+
+def test_plain_tcp_is_skipped_on_one_host() -> None:
+    round_ = run_round(Case("single-beside-tcp", "one host", 2, Task("digits", 8)), 0, None, 10)
+    assert round_.skipped.endswith("wants steps, not epochs, and several hosts")
+
+
 def test_ranks_must_be_positive() -> None:
     with pytest.raises(ClusterError, match="Received: ranks=0"):
         Placement(None, 0)
