@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -163,7 +162,7 @@ def _run(options: argparse.Namespace) -> int:
             "the same command does not run failed cases again, but with --retry-failed it does",
             file=sys.stderr,
         )
-    if not outcome.pipelines and all(each.skipped and not each.not_up for each in outcome.rounds):
+    if not outcome.pipelines and _none_installed(outcome):
         raise UsageError("One of the suite's systems at least should be installed. Received: none")
     return status
 
@@ -213,16 +212,18 @@ def _one_group(
     suite = suite_of(name, options, list(systems), options.rounds)
     evaluation = _evaluation(suite, selection, options, systems)
     warn_if_busy()
-    with ExitStack() as stack:
-        if folder is None:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="hvpipe-bench-")))
-            with shown(evaluation.estimate_s()) as progress:
-                outcome = evaluation.run(folder, progress)
-        else:
-            outcome = _measured(evaluation, folder, retry_failed=True)
-    if all(each.skipped and not each.not_up for each in outcome.rounds):
+    if folder is not None:
+        outcome = _measured(evaluation, folder, retry_failed=True)
+    else:
+        with TemporaryDirectory(prefix="hvpipe-bench-") as kept, shown(evaluation.estimate_s()) as progress:
+            outcome = evaluation.run(Path(kept), progress)
+    if _none_installed(outcome):
         raise UsageError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
     return outcome
+
+
+def _none_installed(outcome: EvaluationOutcome) -> bool:
+    return all(each.skipped and not each.not_up for each in outcome.rounds)
 
 
 def _selection(options: argparse.Namespace) -> HostSelection | None:

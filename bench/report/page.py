@@ -99,8 +99,8 @@ def page(outcome: EvaluationOutcome) -> str:
 
 def _section(title: str, made: str, opened: bool) -> str:
     """Return a section that opens on a click, or is open."""
-    folds = around("details", [around("summary", [element("h2", title)]), made], "section")
-    return folds.replace("<details", "<details open", 1) if opened else folds
+    summary = around("summary", [element("h2", title)])
+    return f'<details class="section"{" open" if opened else ""}>{summary}{made}</details>'
 
 
 def _cards(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 FORMAT = 1
 NOT_UP = "the hosts were not up: "  # a reason that begins so blames a cluster or its hosts, not a system
 _NOT_UP_BEFORE = "the place was not up: "  # the same in older results
-_MOST_SAMPLES = 24  # of utilization, kept for each rank of a round
 AUTO_THREADS = 0  # replaced by the cores of a rank before anything runs
 
 # Where the time of a step goes, in drawing order. A system leaves out what it cannot measure.
@@ -186,8 +185,6 @@ def rank_round(data: dict[str, Any]) -> RankRound:
 
 
 def _columns(samples: list[dict[str, float]]) -> dict[str, list[float | None]]:
-    """Return samples by column: of a long round every second, third, ... one."""
-    samples = samples[:: -(-len(samples) // _MOST_SAMPLES) or 1]
     names = dict.fromkeys(name for sample in samples for name in sample)
     return {name: [sample.get(name) for sample in samples] for name in names}
 

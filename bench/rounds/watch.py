@@ -11,6 +11,7 @@ from bench.rounds import meter
 from bench.rounds.record import RankRound
 
 _SAMPLE_S = 0.2
+_MOST_SAMPLES = 24  # kept of a rank
 
 
 class StepWatch:
@@ -110,7 +111,7 @@ class StepWatch:
         )
 
     def _utilization(self) -> list[dict[str, float]]:
-        """Return the samples of the timed part."""
+        """Return the samples of the timed part; of a long one every second, third, ... sample."""
         kept = []
         for sample in self._sampler.samples():
             row = sample.to_row()
@@ -122,7 +123,7 @@ class StepWatch:
                 **row,
             }
             kept.append({name: round(float(value), 3) for name, value in values.items() if value is not None})
-        return kept
+        return kept[:: max(1, -(-len(kept) // _MOST_SAMPLES))]
 
 
 def fit_callback(
