@@ -47,7 +47,7 @@ def run_round(
         wanted = ", ".join(systems)
         return replace(round_, error=f"The system must be one of {wanted}. Received: {case.system!r}")
     round_ = replace(round_, notes=system.notes)
-    if why := system.missing(python) or _unfit(case, system, cluster):
+    if why := _unfit(case, system, cluster) or system.missing(python):
         return replace(round_, skipped=f"{system.title}: {why}")
     try:
         check(case.task)
