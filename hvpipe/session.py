@@ -324,7 +324,7 @@ def init(
     *,
     timeout_s: float | None = None,
     trace: str | None = None,
-    backend: Literal["mpi", "horovod"] | None = None,
+    backend: Literal["mpi", "tcp"] | None = None,
 ) -> None:
     """Join the ranks that the launcher started.
 
@@ -334,8 +334,8 @@ def init(
     Args:
         timeout_s: Longest wait for another rank, in seconds; HVPIPE_TIMEOUT if not given, else 300.
         trace: File for one timeline of all ranks, as from `hvpipe run --trace`; HVPIPE_TRACE if not given.
-        backend: "mpi" or "horovod": what joins the ranks and carries their data; HVPIPE_BACKEND if not given,
-            else Horovod under `horovodrun --gloo` and MPI everywhere else.
+        backend: "mpi" or "tcp": what joins the ranks and carries their data; HVPIPE_BACKEND if not given,
+            else TCP under `horovodrun --gloo` and MPI everywhere else.
 
     Raises:
         InitError: If the ranks cannot be joined.
@@ -364,8 +364,8 @@ def init(
         if trace is not None:
             settings = replace(settings, trace_path=trace)
         if backend is not None:
-            if backend not in ("mpi", "horovod"):
-                raise HvpipeError(f"backend should be 'mpi' or 'horovod'. Received: backend={backend!r}")
+            if backend not in ("mpi", "tcp"):
+                raise HvpipeError(f"backend should be 'mpi' or 'tcp'. Received: backend={backend!r}")
             settings = replace(settings, backend=backend)
         session = Session(settings)
         for prepare in _when_joined:

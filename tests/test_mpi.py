@@ -84,7 +84,7 @@ WITHOUT_DEVICES = tuple(name for name in WITHOUT_ERRORS if not name.startswith("
 OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 RING = {"HVPIPE_SHARED_MEMORY": "0"}
-OVER_CALLS = {"TEST_OVER_CALLS": "1"}
+OVER_TCP = {"TEST_OVER_TCP": "1"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 # Tracing takes a seventh less.
 UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
@@ -113,14 +113,13 @@ SUITES = (
     Suite("comm", WITHOUT_ERRORS, (2,)),
     Suite("comm", WITHOUT_DEVICES, (4,)),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
-    # As over Horovod: named collectives carry the engine's communication.
-    Suite("comm over calls", CALLS, (2,), env=OVER_CALLS),
+    # As under `horovodrun --gloo`.
+    Suite("comm over tcp", WITHOUT_ERRORS, (3,), env={**OVER_TCP, **TWO_TO_A_HOST}),
     # Every message travels in many pieces.
     Suite("comm tiny pieces", COLLECTIVES, (2,), env={**TWO_TO_A_HOST, **TINY}),
     # Three ranks prove these on another MPI than the rest: `make mpich`.
     Suite("mpich hosts", WITHOUT_DEVICES, (3,), env=TWO_TO_A_HOST, part_of="mpich"),
     Suite("mpich ring", WITHOUT_DEVICES, (3,), env=RING, part_of="mpich"),
-    Suite("mpich over calls", CALLS, (3,), env=OVER_CALLS, part_of="mpich"),
     Suite("mpich tiny pieces", COLLECTIVES, (3,), env={**TWO_TO_A_HOST, **TINY}, part_of="mpich"),
     Suite("quick", EVERY_KERAS, (2,), only="quick", part_of="quick"),
     Suite("quick comm", COLLECTIVES, (2,), part_of="quick"),

@@ -20,14 +20,12 @@ class MpiTransport : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   int RankInJob(int peer) const override { return ranks_in_job_[static_cast<std::size_t>(peer)]; }
-  MPI_Comm communicator() const { return communicator_; }
-  // Collective, with nothing under way. The transport cannot be used afterwards.
-  void Free();
   Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override;
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override;
   void Poll() override;
   bool Test(Ticket ticket) override;
   bool Probe(int peer, int tag) override;
+  void Free() override;
 
  private:
   Ticket NewTicket();

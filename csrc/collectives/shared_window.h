@@ -1,18 +1,15 @@
 // A window of memory that the ranks of one host share.
 #pragma once
 
-#include <mpi.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
-#include <vector>
+
+#include "collectives/host_memory.h"
 
 namespace hvpipe {
-
-// The most ranks that may share a window.
-inline constexpr std::size_t kMostRanksOfHost = 1024;
 
 // A shared window in which each rank of the host has a ring of slots, and counters of the chunks that it has
 // written, reduced, and read. All transfers pass through the window in one order, chunk by chunk, so the data
@@ -34,16 +31,18 @@ class SharedWindow {
     char what[104] = {};          // description of the operation
   };
 
-  // Collective over `local`, the ranks of one host. Takes ownership of the communicator.
-  SharedWindow(MPI_Comm local, Options options);
+  // What each rank must have in the memory of its host.
+  static std::size_t Bytes(const Options& options);
+  // `memory` is zero at the start.
+  SharedWindow(std::unique_ptr<HostMemory> memory, Options options);
   SharedWindow(const SharedWindow&) = delete;
   SharedWindow& operator=(const SharedWindow&) = delete;
 
   // Collective. The window cannot be used afterwards.
-  void Free();
+  void Free() { memory_->Free(); }
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
+  int rank() const { return memory_->rank(); }
+  int size() const { return memory_->size(); }
   std::size_t slot_bytes() const { return options_.slot_bytes; }
   std::size_t slots() const { return options_.slots; }
 
@@ -63,12 +62,8 @@ class SharedWindow {
  private:
   std::atomic<std::uint64_t>& Counter(int rank, int which) const;
 
-  Options options_;
-  MPI_Comm local_;
-  MPI_Win window_ = MPI_WIN_NULL;
-  int rank_ = 0;
-  int size_ = 1;
-  std::vector<char*> base_;  // by rank
+  const Options options_;
+  const std::unique_ptr<HostMemory> memory_;
 };
 
 // The identity of an operation. The same on all ranks of the host.

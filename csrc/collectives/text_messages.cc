@@ -13,47 +13,53 @@
 
 namespace hvpipe {
 
-TextMessages::TextMessages(MPI_Comm communicator) : communicator_(communicator) {
+ProcessName ProcessName::Own() {
+  ProcessName own;
+  own.pid = static_cast<int>(getpid());
+  gethostname(own.host, sizeof own.host - 1);
+  struct stat space;
+  if (stat("/proc/self/ns/pid", &space) == 0) own.pid_namespace = space.st_ino;
+  std::ifstream("/proc/sys/kernel/random/boot_id").getline(own.boot, sizeof own.boot);
+  return own;
+}
+
+MpiTextMessages::MpiTextMessages(MPI_Comm communicator) : communicator_(communicator) {
   HVPIPE_MPI(MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN));
   int size = 1;
   HVPIPE_MPI(MPI_Comm_rank(communicator_, &rank_));
   HVPIPE_MPI(MPI_Comm_size(communicator_, &size));
-  Owner mine;
-  mine.pid = static_cast<int>(getpid());
-  gethostname(mine.host, sizeof mine.host - 1);
-  struct stat space;
-  if (stat("/proc/self/ns/pid", &space) == 0) mine.pid_namespace = space.st_ino;
-  std::ifstream("/proc/sys/kernel/random/boot_id").getline(mine.boot, sizeof mine.boot);
-  owners_.resize(static_cast<std::size_t>(size));
+  const ProcessName own = ProcessName::Own();
+  processes_.resize(static_cast<std::size_t>(size));
   HVPIPE_MPI(
-      MPI_Allgather(&mine, sizeof mine, MPI_BYTE, owners_.data(), sizeof mine, MPI_BYTE, communicator_));
+      MPI_Allgather(&own, sizeof own, MPI_BYTE, processes_.data(), sizeof own, MPI_BYTE, communicator_));
 }
 
 // MPI may still read a text to a rank that has not taken it.
-TextMessages::~TextMessages() {
+MpiTextMessages::~MpiTextMessages() {
   if (!sent_.empty()) new std::list<Sent>(std::move(sent_));
 }
 
 std::string TextMessages::NameOf(int rank) const {
-  const Owner& owner = owners_[static_cast<std::size_t>(rank)];
-  return "rank " + std::to_string(rank) + " on " + owner.host + " (pid " + std::to_string(owner.pid) + ")";
+  const ProcessName& process = processes_[static_cast<std::size_t>(rank)];
+  return "rank " + std::to_string(rank) + " on " + process.host + " (pid " + std::to_string(process.pid) +
+         ")";
 }
 
 int TextMessages::LocalPid(int rank) const {
-  const Owner& owner = owners_[static_cast<std::size_t>(rank)];
-  const Owner& mine = owners_[static_cast<std::size_t>(rank_)];
-  const bool here = std::strcmp(owner.host, mine.host) == 0 && std::strcmp(owner.boot, mine.boot) == 0;
-  return here && owner.pid_namespace == mine.pid_namespace ? owner.pid : 0;
+  const ProcessName& other = processes_[static_cast<std::size_t>(rank)];
+  const ProcessName& mine = processes_[static_cast<std::size_t>(rank_)];
+  const bool here = std::strcmp(other.host, mine.host) == 0 && std::strcmp(other.boot, mine.boot) == 0;
+  return here && other.pid_namespace == mine.pid_namespace ? other.pid : 0;
 }
 
-void TextMessages::Send(int rank, int kind, const std::string& text) {
+void MpiTextMessages::Send(int rank, int kind, const std::string& text) {
   Sent& sent = sent_.emplace_back();
   sent.text = text;
   HVPIPE_MPI(MPI_Isend(sent.text.data(), static_cast<int>(sent.text.size()), MPI_BYTE, rank, kind,
                        communicator_, &sent.request));
 }
 
-std::optional<TextMessage> TextMessages::Receive() {
+std::optional<TextMessage> MpiTextMessages::Receive() {
   for (auto sent = sent_.begin(); sent != sent_.end();) {
     int done = 0;
     HVPIPE_MPI(MPI_Test(&sent->request, &done, MPI_STATUS_IGNORE));
@@ -70,7 +76,7 @@ std::optional<TextMessage> TextMessages::Receive() {
   return message;
 }
 
-void TextMessages::Free() {
+void MpiTextMessages::Free() {
   while (Receive()) continue;
   HVPIPE_MPI(MPI_Comm_free(&communicator_));
 }

@@ -14,11 +14,12 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // The rank of a peer in MPI_COMM_WORLD, for error messages.
+  // The rank of a peer in the job, for error messages.
   virtual int RankInJob(int peer) const = 0;
 
   // A send is done only when the peer has received it, so a sender is never further ahead than its messages
-  // in flight. Messages with one tag between two ranks keep their order.
+  // in flight; rings over sockets are an exception (SocketTransport). Messages with one tag between two ranks
+  // keep their order.
   virtual Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) = 0;
   virtual Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) = 0;
 
@@ -31,6 +32,9 @@ class Transport {
 
   // True if a message of this peer and tag has arrived and no receive matches it yet.
   virtual bool Probe(int peer, int tag) = 0;
+
+  // Collective, with nothing under way. The transport cannot be used afterwards.
+  virtual void Free() = 0;
 };
 
 }  // namespace hvpipe

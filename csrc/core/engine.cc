@@ -18,8 +18,8 @@ constexpr double kLeaveS = 10;  // the longest wait for the other ranks in Stop
 Engine::Engine(const Connect& connect, const EngineOptions& options)
     : telemetry_(options.trace, options.flight_path),
       connection_(connect(options, telemetry_.counters)),
-      network_(*connection_.network),
-      route_(*connection_.route),
+      network_(*connection_),
+      route_(network_, telemetry_.counters),
       progress_(std::make_unique<Progress>(ProgressOptions(), telemetry_)),
       agreement_(network_),
       messenger_(*progress_, network_),

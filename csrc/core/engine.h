@@ -6,10 +6,10 @@
 
 #include "core/agreement.h"
 #include "core/blocking_calls.h"
-#include "core/connection.h"
 #include "core/engine_options.h"
 #include "core/gradient_buckets.h"
 #include "core/messenger.h"
+#include "core/network.h"
 #include "core/progress.h"
 #include "core/reduce.h"
 #include "core/telemetry.h"
@@ -25,7 +25,7 @@ namespace hvpipe {
 //   buckets, messenger, calls, device_calls, device_messages     requests of the user
 //   agreement, route, device                                     how they are served
 //   progress                                                     runs their operations
-//   network                                                      MPI and shared memory, or another library
+//   network                                                      MPI or TCP, and shared memory
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // Collective over the ranks that `connect` joins.
@@ -76,9 +76,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Progress::Options ProgressOptions();
 
   Telemetry telemetry_;
-  const Connection connection_;
+  const std::unique_ptr<Network> connection_;
   Network& network_;
-  AllReduceRoute& route_;
+  AllReduceRoute route_;
   std::unique_ptr<Progress> progress_;  // declared before its users, although ~Engine stops it first
   Agreement agreement_;
   Messenger messenger_;

@@ -1,22 +1,26 @@
-// What connects the ranks of an engine: MPI (core/communicators.h), or calls of another library
-// (core/delegated_network.h).
+// What connects the ranks of an engine: transports, and shared memory within a host. The network over MPI is
+// in core/mpi_network.h, the one over TCP sockets in core/socket_network.h.
 #pragma once
 
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <vector>
 
 #include "collectives/collective.h"
 #include "collectives/control.h"
 #include "collectives/message.h"
+#include "collectives/send_budget.h"
+#include "collectives/shared_window.h"
+#include "collectives/text_messages.h"
+#include "collectives/transport.h"
 #include "core/dtype.h"
 #include "core/engine_options.h"
+#include "core/telemetry.h"
 
 namespace hvpipe {
-
-class TextMessages;
-class Transport;
 
 // This rank's position among all ranks and hosts.
 struct Topology {
@@ -26,13 +30,14 @@ struct Topology {
   int first_on_host = 0;  // the first rank on this host
 };
 
-// Makes the collectives of one rank. All-reduces of all ranks have a route of their own (core/reduce.h).
+// Makes the collectives of one rank, and owns what they communicate through. core/reduce.h has the route of
+// all-reduces of all ranks.
 //
 // Threads: made and freed by the caller of Engine. Any thread may make a collective. Only the driving thread
-// steps it, and only the driving thread calls BeginPass.
+// steps it, and only the driving thread calls BeginPass and uses transports and windows. So there is no lock,
+// except for the list of groups. Freeing is collective; the destructor frees nothing (see Engine::Stop).
 class Network {
  public:
-  Network(const EngineOptions& options, const Topology& topology) : options_(options), topology_(topology) {}
   virtual ~Network() = default;
   Network(const Network&) = delete;
   Network& operator=(const Network&) = delete;
@@ -42,48 +47,89 @@ class Network {
   // Whether this host has more ranks than cores.
   bool crowded() const;
 
+  // All ranks, for rings.
+  Transport& ring() const { return *ring_; }
+  // The first rank of each host. Null on other ranks, and if every host has one rank or shared memory is off.
+  Transport* leaders() const { return leaders_.get(); }
+  // Reduces to the first rank of this host, or to all its ranks. Null if shared memory is not used,
+  // or if every host has one rank.
+  SharedWindow* reduce_window() const { return reduce_window_.get(); }
+  // Broadcasts from the first rank of this host. Null unless there are several hosts and a reduce window.
+  SharedWindow* broadcast_window() const { return broadcast_window_.get(); }
+  // An all-reduce in place among `ranks`, or the all-gather of RingAllReduce::Options.
+  std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype, int tag,
+                                       bool only_gather = false);
+
   // Between all ranks. `tag` tells collectives apart that are under way at the same time.
-  virtual std::unique_ptr<RecordExchange> MakeExchange(const Record& mine) = 0;
-  // A record that has arrived from another rank before this rank's exchange; null if no record has, or if
-  // this network cannot tell. The next exchange still gets it. For the driving thread.
-  virtual const Record* EarlyRecord() { return nullptr; }
+  std::unique_ptr<RecordExchange> MakeExchange(const Record& mine);
+  // A record that has arrived from another rank before this rank's exchange; null if none has. The next
+  // exchange still gets it. For the driving thread.
+  const Record* EarlyRecord();
   // `out` has size * `bytes` bytes; this rank's own data must be in its place already.
-  virtual std::unique_ptr<Collective> MakeAllGather(void* out, std::size_t bytes, int tag) = 0;
-  virtual std::unique_ptr<Collective> MakeBroadcast(void* data, std::size_t bytes, int root, int tag) = 0;
+  std::unique_ptr<Collective> MakeAllGather(void* out, std::size_t bytes, int tag);
+  std::unique_ptr<Collective> MakeBroadcast(void* data, std::size_t bytes, int root, int tag);
 
   // Between two ranks.
-  virtual std::unique_ptr<Collective> MakeSend(const void* data, std::size_t bytes,
-                                               const MessageOptions& options) = 0;
-  virtual std::unique_ptr<Collective> MakeReceive(void* data, std::size_t bytes,
-                                                  const MessageOptions& options) = 0;
+  Transport& messages() const { return *messages_; }
+  std::unique_ptr<Collective> MakeSend(const void* data, std::size_t bytes, const MessageOptions& options);
+  std::unique_ptr<Collective> MakeReceive(void* data, std::size_t bytes, const MessageOptions& options);
 
   // Between some ranks. Collective over `ranks`, which ascend; returns the number of the group.
-  virtual int AddGroup(const std::vector<int>& ranks) = 0;
+  int AddGroup(const std::vector<int>& ranks);
+  Transport& TransportOf(int group) const;
   // In place. `call` is the number of this all-reduce in the group, the same on all its ranks.
-  virtual std::unique_ptr<Collective> MakeGroupAllReduce(int group, int call, void* data, std::size_t count,
-                                                         DType dtype) = 0;
+  std::unique_ptr<Collective> MakeGroupAllReduce(int group, int call, void* data, std::size_t count,
+                                                 DType dtype);
 
-  // What only MPI has, and NCCL's set-up and messages need; null without MPI.
-  virtual Transport* messages() const { return nullptr; }
-  virtual Transport* TransportOf(int /*group*/) const { return nullptr; }
-
-  // For the watchdog; null without MPI.
-  virtual TextMessages* texts() const { return nullptr; }
+  // For the watchdog.
+  TextMessages& texts() const { return *texts_; }
 
   // Find out once what has completed.
-  virtual void BeginPass(double /*now_s*/) {}
+  void BeginPass(double now_s);
   // How long the progress thread sleeps after `idle_passes` passes without progress, in seconds.
   // `caller_waits`: a caller waits for a message.
-  virtual double NapS(int idle_passes, bool caller_waits) const;
+  double NapS(int idle_passes, bool caller_waits) const;
+
+  static SharedWindow::Options WindowOptions(std::size_t slot_bytes) {
+    return {(slot_bytes + 63) / 64 * 64, 4};
+  }
 
   // Wait at most `patience_s` seconds; returns whether all ranks came.
   virtual bool Barrier(double patience_s) = 0;
   // Collective, with nothing under way. Nothing can be used afterwards.
-  virtual void Free() = 0;
+  virtual void Free();
 
  protected:
+  // The maker of a network fills in the members below.
+  Network(const EngineOptions& options, const Topology& topology, Counters& counters);
+
+  virtual std::unique_ptr<Transport> MakeGroup(const std::vector<int>& ranks) = 0;
+  virtual void Poll() = 0;
+  // Calls `what` for each group.
+  template <typename What>
+  void ForEachGroup(const What& what) const {
+    const std::lock_guard<std::mutex> lock(groups_mutex_);
+    for (const auto& group : groups_) what(*group);
+  }
+
   const EngineOptions options_;
   const Topology topology_;
+  std::unique_ptr<Transport> ring_, messages_, leaders_;
+  std::unique_ptr<Transport> copies_;  // all-gathers and broadcasts; null: by ring_
+  std::unique_ptr<TextMessages> texts_;
+  std::unique_ptr<SharedWindow> reduce_window_, broadcast_window_;
+
+ private:
+  Transport& copies() const { return copies_ ? *copies_ : *ring_; }
+
+  Counters& counters_;
+  SendBudget budget_;                // the ring messages that this rank may have under way
+  std::optional<Record> early_;      // of the next rank, if it arrived before its exchange began
+  mutable std::mutex groups_mutex_;  // guards the list; the driving thread uses the transports
+  std::vector<std::unique_ptr<Transport>> groups_;
 };
+
+// Joins the ranks. Collective. The counters outlive the network.
+using Connect = std::function<std::unique_ptr<Network>(const EngineOptions& options, Counters& counters)>;
 
 }  // namespace hvpipe

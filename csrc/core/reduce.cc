@@ -10,40 +10,23 @@
 
 namespace hvpipe {
 
-std::unique_ptr<Collective> AllReduceRoute::MakeSharedReduce(OperationTag /*tag*/,
-                                                             const ReduceBuffers& /*buffers*/,
-                                                             DType /*dtype*/, double /*scale*/,
-                                                             SharedMemoryReduce::Result /*result*/) {
-  throw Error("An all-reduce in shared memory needs MPI", ErrorKind::kUsage);
-}
-
-std::unique_ptr<Collective> AllReduceRoute::MakeRing(Transport& /*ranks*/, void* /*data*/,
-                                                     std::size_t /*count*/, DType /*dtype*/, int /*tag*/) {
-  throw Error("A ring needs MPI", ErrorKind::kUsage);
-}
-
-std::unique_ptr<Collective> AllReduceRoute::MakeGather(void* /*data*/, std::size_t /*count*/, DType /*dtype*/,
-                                                       int /*tag*/) {
-  throw Error("A ring needs MPI", ErrorKind::kUsage);
-}
-
 OperationTag OperationTagOf(const std::string& what, std::uint64_t sequence) {
   return {Hash(what), sequence, what};
 }
 
-SharedWindow* MpiRoute::only_window() const {
-  return topology().hosts == 1 ? communicators_.reduce_window() : nullptr;
+SharedWindow* AllReduceRoute::only_window() const {
+  return topology().hosts == 1 ? network_.reduce_window() : nullptr;
 }
 
-Transport* MpiRoute::only_ring() const {
-  const bool reduces_in_memory = communicators_.reduce_window() != nullptr;
-  return reduces_in_memory || topology().size == 1 ? nullptr : &communicators_.world();
+Transport* AllReduceRoute::only_ring() const {
+  const bool reduces_in_memory = network_.reduce_window() != nullptr;
+  return reduces_in_memory || topology().size == 1 ? nullptr : &network_.ring();
 }
 
-void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
-                         double scale, int tag) {
+void AllReduceRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers,
+                               DType dtype, double scale, int tag) {
   const bool shared_alone = only_window() != nullptr;
-  if (communicators_.reduce_window() != nullptr) {
+  if (network_.reduce_window() != nullptr) {
     const auto result = shared_alone ? SharedMemoryReduce::Result::kAll : SharedMemoryReduce::Result::kLeader;
     const double shared_scale = shared_alone ? scale : 1.0;
     operation.AddStage(
@@ -65,11 +48,10 @@ void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffe
   }
 }
 
-void MpiRoute::AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
-                            DType dtype, int tag) {
-  const bool reduced_in_memory =
-      communicators_.reduce_window() != nullptr;  // which has written `out` already
-  Transport* const ring = reduced_in_memory ? communicators_.leaders() : &communicators_.world();
+void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
+                                  DType dtype, int tag) {
+  const bool reduced_in_memory = network_.reduce_window() != nullptr;  // which has written `out` already
+  Transport* const ring = reduced_in_memory ? network_.leaders() : &network_.ring();
   if (ring == nullptr || ring->size() == 1) return;
   operation.AddStage([=](const Operation&) {
     if (!reduced_in_memory && buffers->in != buffers->out)
@@ -79,9 +61,10 @@ void MpiRoute::AddRingStage(Operation& operation, const std::shared_ptr<const Re
 }
 
 // In no common order: the first rank of a host broadcasts in the order in which its rings end.
-void MpiRoute::AddSharedBroadcastStage(Operation& operation,
-                                       const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype) {
-  SharedWindow* const window = communicators_.broadcast_window();
+void AllReduceRoute::AddSharedBroadcastStage(Operation& operation,
+                                             const std::shared_ptr<const ReduceBuffers>& buffers,
+                                             DType dtype) {
+  SharedWindow* const window = network_.broadcast_window();
   if (window == nullptr || topology().local_size == 1) return;
   operation.AddStage([=](const Operation& op) {
     return std::make_unique<SharedMemoryBroadcast>(*window, counters_, OperationTagOf(op.what, op.sequence()),
@@ -89,10 +72,10 @@ void MpiRoute::AddSharedBroadcastStage(Operation& operation,
   });
 }
 
-std::unique_ptr<Collective> MpiRoute::MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers,
-                                                       DType dtype, double scale,
-                                                       SharedMemoryReduce::Result result) {
-  return std::make_unique<SharedMemoryReduce>(*communicators_.reduce_window(), counters_, std::move(tag),
+std::unique_ptr<Collective> AllReduceRoute::MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers,
+                                                             DType dtype, double scale,
+                                                             SharedMemoryReduce::Result result) {
+  return std::make_unique<SharedMemoryReduce>(*network_.reduce_window(), counters_, std::move(tag),
                                               buffers.in, buffers.out, buffers.count, dtype, scale, result);
 }
 

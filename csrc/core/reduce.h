@@ -1,4 +1,4 @@
-// The route of an all-reduce of host memory; over MPI: ring, shared-memory window, or both.
+// The route of an all-reduce of host memory: ring, shared-memory window, or both.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 #include <string>
 
 #include "collectives/shared_memory_reduce.h"
-#include "core/communicators.h"
+#include "core/network.h"
 #include "core/operation.h"
 #include "core/telemetry.h"
 
@@ -21,65 +21,43 @@ struct ReduceBuffers {
   std::size_t count;
 };
 
-// How all-reduces of all ranks travel. Adds the collectives that serve them to operations.
-//
-// Threads: any thread may add stages. Only the driving thread touches order queues. No lock.
-class AllReduceRoute {
- public:
-  explicit AllReduceRoute(const Topology& topology) : topology_(topology) {}
-  virtual ~AllReduceRoute() = default;
-  AllReduceRoute(const AllReduceRoute&) = delete;
-  AllReduceRoute& operator=(const AllReduceRoute&) = delete;
-
-  const Topology& topology() const { return topology_; }
-
-  // Add the stages of out = scale * (sum of in over all ranks).
-  virtual void AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
-                         double scale, int tag) = 0;
-
-  // The window, if it alone serves all ranks; else null.
-  virtual SharedWindow* only_window() const { return nullptr; }
-  // A single collective in the window. Only if there is one.
-  virtual std::unique_ptr<Collective> MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers,
-                                                       DType dtype, double scale,
-                                                       SharedMemoryReduce::Result result);
-  // A single ring among `ranks`, in place. Only over MPI.
-  virtual std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
-                                               int tag);
-
-  // The ring, if it alone serves all ranks, of which there are several; else null.
-  virtual Transport* only_ring() const { return nullptr; }
-  // An all-gather of equal chunks in that ring; chunk r is of rank r.
-  virtual std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag);
-
- private:
-  const Topology topology_;
-};
-
-// Over MPI. All ranks of a host choose alike, because the choice depends only on the topology and on whether
-// shared memory is used.
+// How all-reduces of all ranks travel. Adds the collectives that serve them to operations. All ranks of a
+// host choose alike, because the choice depends only on the topology and on whether shared memory is used.
 //
 //   ranks                     stages
 //   all on one host           window
 //   one on each host          ring
 //   several on some hosts     window to the first rank of the host | ring of the first ranks | window back
-class MpiRoute : public AllReduceRoute {
+//
+// Threads: any thread may add stages. Only the driving thread touches order queues. No lock.
+class AllReduceRoute {
  public:
-  MpiRoute(Communicators& communicators, Counters& counters)
-      : AllReduceRoute(communicators.topology()), communicators_(communicators), counters_(counters) {}
+  AllReduceRoute(Network& network, Counters& counters) : network_(network), counters_(counters) {}
+  AllReduceRoute(const AllReduceRoute&) = delete;
+  AllReduceRoute& operator=(const AllReduceRoute&) = delete;
 
+  const Topology& topology() const { return network_.topology(); }
+
+  // Add the stages of out = scale * (sum of in over all ranks).
   void AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
-                 double scale, int tag) override;
-  SharedWindow* only_window() const override;
+                 double scale, int tag);
+
+  // The window, if it alone serves all ranks; else null.
+  SharedWindow* only_window() const;
+  // A single collective in the window. Only if there is one.
   std::unique_ptr<Collective> MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers, DType dtype,
-                                               double scale, SharedMemoryReduce::Result result) override;
+                                               double scale, SharedMemoryReduce::Result result);
+  // A single ring among `ranks`, in place.
   std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
-                                       int tag) override {
-    return communicators_.MakeRing(ranks, data, count, dtype, tag);
+                                       int tag) {
+    return network_.MakeRing(ranks, data, count, dtype, tag);
   }
-  Transport* only_ring() const override;
-  std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag) override {
-    return communicators_.MakeRing(communicators_.world(), data, count, dtype, tag, true);
+
+  // The ring, if it alone serves all ranks, of which there are several; else null.
+  Transport* only_ring() const;
+  // An all-gather of equal chunks in that ring; chunk r is of rank r.
+  std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag) {
+    return network_.MakeRing(network_.ring(), data, count, dtype, tag, true);
   }
 
  private:
@@ -88,7 +66,7 @@ class MpiRoute : public AllReduceRoute {
   void AddSharedBroadcastStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
                                DType dtype);
 
-  Communicators& communicators_;
+  Network& network_;
   Counters& counters_;
   OrderQueue shared_order_;
 };

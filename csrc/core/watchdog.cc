@@ -105,7 +105,7 @@ Error LostProcess(const std::string& rank) {
 
 }  // namespace
 
-Watchdog::Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now, Lost lost)
+Watchdog::Watchdog(TextMessages& texts, Telemetry& telemetry, WaitsNow waits_now, Lost lost)
     : texts_(texts),
       telemetry_(telemetry),
       waits_now_(std::move(waits_now)),
@@ -184,7 +184,7 @@ void Watchdog::Loop() {
 }
 
 void Watchdog::LookForLost(double now) {
-  if (texts_ == nullptr || now - looked_s_ < kLostS) return;
+  if (now - looked_s_ < kLostS) return;
   looked_s_ = now;
   const Others others = this->others();
   const auto waits_long = [](const WaitsNow& ask) {
@@ -192,11 +192,11 @@ void Watchdog::LookForLost(double now) {
     return wait && wait->waited_s >= kLostS;
   };
   if (!waits_long(waits_now_) && !waits_long(others.waits_now)) return;
-  for (int rank = 0; rank < texts_->size(); ++rank) {
-    const int pid = texts_->LocalPid(rank);
+  for (int rank = 0; rank < texts_.size(); ++rank) {
+    const int pid = texts_.LocalPid(rank);
     if (pid == 0 || !HasEnded(pid)) continue;
     looked_s_ = std::numeric_limits<double>::infinity();
-    const Error error = LostProcess(texts_->NameOf(rank));
+    const Error error = LostProcess(texts_.NameOf(rank));
     lost_(error);
     if (others.lost) others.lost(error);
     return;
@@ -206,11 +206,7 @@ void Watchdog::LookForLost(double now) {
 void Watchdog::Step(double now) {
   LookForLost(now);
   TakeStall(now);
-  while (texts_ != nullptr) {
-    const auto message = texts_->Receive();
-    if (!message) break;
-    Take(*message, now);
-  }
+  while (const auto message = texts_.Receive()) Take(*message, now);
   if (own_ && now - told_s_ > kAcknowledgeS) {
     ++told_;
     TakeStall(now);
@@ -242,14 +238,14 @@ std::map<int, Stall> Watchdog::Waiting() const {
 bool Watchdog::AskNeeded() {
   const std::map<int, Stall> waiting = Waiting();
   bool asked = false;
-  for (int rank = 0; rank < texts_->size() && answers_.size() < kMostAsked; ++rank) {
+  for (int rank = 0; rank < texts_.size() && answers_.size() < kMostAsked; ++rank) {
     if (waiting.count(rank) != 0 || answers_.count(rank) != 0 || !IsNeeded(rank, waiting)) continue;
     asked = true;
-    if (rank == texts_->rank()) {
+    if (rank == texts_.rank()) {
       answers_[rank] = Answer();
     } else {
       answers_[rank] = "";
-      texts_->Send(rank, kAsk, "");
+      texts_.Send(rank, kAsk, "");
     }
   }
   return asked;
@@ -266,37 +262,28 @@ void Watchdog::TakeStall(double now) {
     }
   }
   if (!own_) return;
-  if (texts_ == nullptr) {
-    const std::string text = "hvpipe: stall: this rank has waited " + Seconds(own_->waited_s) + " in " +
-                             own_->what + " for " + own_->waiting + ".\n";
-    own_.reset();
-    std::fputs(text.c_str(), stderr);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    report_ = text;
-    return;
-  }
-  if (told_ < texts_->rank()) {
+  if (told_ < texts_.rank()) {
     if (told_ != sent_to_) {
       sent_to_ = told_;
       told_s_ = now;
-      texts_->Send(told_, kStalled, Encode(*own_));
+      texts_.Send(told_, kStalled, Encode(*own_));
     }
     return;
   }
-  Collect(texts_->rank(), *own_, now);
+  Collect(texts_.rank(), *own_, now);
   own_.reset();
 }
 
 void Watchdog::Take(const TextMessage& message, double now) {
   switch (message.kind) {
     case kStalled:
-      texts_->Send(message.rank, kAcknowledged, "");
+      texts_.Send(message.rank, kAcknowledged, "");
       return Collect(message.rank, Decode(message.text), now);
     case kAcknowledged:
       own_.reset();
       return;
     case kAsk:
-      return texts_->Send(message.rank, kAnswer, Answer());
+      return texts_.Send(message.rank, kAnswer, Answer());
     default:
       if (answers_.count(message.rank) != 0) answers_[message.rank] = message.text;
   }
@@ -350,7 +337,7 @@ void Watchdog::Finish() {
 }
 
 std::string Watchdog::SilentRank(int rank) const {
-  const int pid = texts_->LocalPid(rank);
+  const int pid = texts_.LocalPid(rank);
   if (pid != 0 && HasEnded(pid)) return "has ended";
   const char state = pid != 0 ? StateOf(pid) : '\0';
   if (state == 'T' || state == 't') return "is stopped (by SIGSTOP or a debugger)";
@@ -363,20 +350,19 @@ std::string Watchdog::ReportText() {
   for (const auto& [rank, answer] : answers_) {
     if (waiting.count(rank) != 0) continue;
     if (answer.empty()) {
-      late.push_back("  MISSING: " + texts_->NameOf(rank) + " " + SilentRank(rank) + ".\n");
+      late.push_back("  MISSING: " + texts_.NameOf(rank) + " " + SilentRank(rank) + ".\n");
     } else {
-      late.push_back("  MISSING: " + texts_->NameOf(rank) + ". Its Python threads, the main one first:\n" +
+      late.push_back("  MISSING: " + texts_.NameOf(rank) + ". Its Python threads, the main one first:\n" +
                      answer.substr(1));
     }
   }
   std::ostringstream text;
-  text << "\nhvpipe: stall: " << waiting.size() << " of " << texts_->size()
-       << " ranks wait for the others.\n";
+  text << "\nhvpipe: stall: " << waiting.size() << " of " << texts_.size() << " ranks wait for the others.\n";
   int shown = 0;
   for (const auto& [rank, stall] : waiting) {
     reported_s_[rank] = Now();
     if (++shown > 8) continue;
-    text << "  " << texts_->NameOf(rank) << " has waited " << Seconds(stall.waited_s) << " in " << stall.what
+    text << "  " << texts_.NameOf(rank) << " has waited " << Seconds(stall.waited_s) << " in " << stall.what
          << " for " << stall.waiting << ".\n";
   }
   if (shown > 8) text << "  ... and " << shown - 8 << " more.\n";

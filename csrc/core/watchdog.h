@@ -47,8 +47,7 @@ class Watchdog {
     std::function<void()> end_if_stuck;
   };
 
-  // `texts` may be null: then a report says only what this rank waits for.
-  Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now, Lost lost);
+  Watchdog(TextMessages& texts, Telemetry& telemetry, WaitsNow waits_now, Lost lost);
   ~Watchdog() { Stop(); }
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
@@ -81,7 +80,7 @@ class Watchdog {
   std::string ReportText();
   std::string SilentRank(int rank) const;
 
-  TextMessages* const texts_;
+  TextMessages& texts_;
   Telemetry& telemetry_;
   const WaitsNow waits_now_;
   const Lost lost_;

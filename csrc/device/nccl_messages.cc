@@ -68,11 +68,11 @@ bool LaunchMessage(RankDevice& device, PeerChannel& channel, DeviceMessage& mess
 
 // Receivers' words have a transport of their own: the receiver may send a message with the same tag.
 Transport& NcclMessages::Hears(const DeviceMessage& message) const {
-  return message.sends ? *device_.ready_signals : *network_.messages();
+  return message.sends ? *device_.ready_signals : network_.messages();
 }
 
 Transport& NcclMessages::Tells(const DeviceMessage& message) const {
-  return message.sends ? *network_.messages() : *device_.ready_signals;
+  return message.sends ? network_.messages() : *device_.ready_signals;
 }
 
 Operation::MakeCollective NcclMessages::Hear(const std::shared_ptr<DeviceMessage>& message) const {

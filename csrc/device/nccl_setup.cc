@@ -149,11 +149,7 @@ std::optional<std::string> NcclSetup::Open() {
 
 std::unique_ptr<RankDevice> NcclSetup::Connect() {
   device_->route = topology_.size == 1 ? "one rank" : "through the host: no NCCL was named";
-  if (topology_.size > 1 && network_.messages() == nullptr) {
-    device_->route = "through the host: NCCL needs MPI";
-  } else if (topology_.size > 1 && !options_.nccl.empty()) {
-    ConnectByNccl();
-  }
+  if (topology_.size > 1 && !options_.nccl.empty()) ConnectByNccl();
   if (device_->nccl_connects_all()) {
     std::vector<int> all(static_cast<std::size_t>(topology_.size));
     std::iota(all.begin(), all.end(), 0);
@@ -169,7 +165,7 @@ void NcclSetup::GoThroughHost(const std::string& why) {
 }
 
 Transport& NcclSetup::AddTransport(const std::vector<int>& ranks) {
-  return *network_.TransportOf(messenger_.AddGroup(ranks, interrupt_));
+  return network_.TransportOf(messenger_.AddGroup(ranks, interrupt_));
 }
 
 // Connects all ranks or none. A rank throws only after every rank has heard whether NCCL can be used.

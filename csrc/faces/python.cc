@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "core/exit_timer.h"
+#include "core/mpi_network.h"
+#include "core/socket_network.h"
 #include "core/stack_dump.h"
 
 namespace hvpipe::python {
@@ -68,26 +70,23 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, double 
   return std::make_shared<Engine>(OverMpi(MPI_Comm_f2c(fortran_handle)), options);
 }
 
-// The calls of another library connect the ranks.
-std::shared_ptr<Engine> MakeEngineOverCalls(const std::shared_ptr<named::CallService>& service,
-                                            int first_on_host, int hosts, double timeout_s,
-                                            double first_step_timeout_s, bool trace, double stall_warn_s,
-                                            const std::string& flight_path) {
-  Topology topology;
-  topology.rank = service->rank();
-  topology.size = service->size();
-  topology.local_rank = service->local_rank;
-  topology.local_size = service->local_size;
-  topology.first_on_host = first_on_host;
-  topology.hosts = hosts;
+// TCP connects the ranks.
+std::shared_ptr<Engine> MakeEngineOverSockets(std::shared_ptr<SocketMesh> mesh, const std::vector<int>& hosts,
+                                              const std::string& shared_file, double timeout_s,
+                                              double first_step_timeout_s, std::size_t segment_bytes,
+                                              int messages_in_flight, std::size_t slot_bytes, bool trace,
+                                              double stall_warn_s, const std::string& flight_path) {
   EngineOptions options;
   options.timeout_s = timeout_s;
   options.first_steps_timeout_s = first_step_timeout_s;
+  options.segment_bytes = std::clamp<std::size_t>(segment_bytes, 64, std::size_t{1} << 30);
+  options.messages_in_flight = messages_in_flight;
+  options.slot_bytes = slot_bytes;
   options.trace = trace;
   options.stall_warn_s = stall_warn_s;
   options.flight_path = flight_path;
   const nb::gil_scoped_release release;
-  return std::make_shared<Engine>(OverCalls(service, topology), options);
+  return std::make_shared<Engine>(OverSockets(std::move(mesh), {hosts, shared_file}), options);
 }
 
 nb::dict CountersOf(const Engine& engine) {
@@ -148,10 +147,11 @@ void BindEngine(EngineClass& engine) {
                   nb::arg("messages_in_flight"), nb::arg("slot_bytes"), nb::arg("shared_memory"),
                   nb::arg("ranks_per_host"), nb::arg("trace"), nb::arg("stall_warn_s") = 0.0,
                   nb::arg("flight_path") = "")
-      .def_static("create_over_calls", &MakeEngineOverCalls, nb::arg("service"), nb::kw_only(),
-                  nb::arg("first_on_host"), nb::arg("hosts"), nb::arg("timeout_s"),
-                  nb::arg("first_step_timeout_s") = 0.0, nb::arg("trace"), nb::arg("stall_warn_s") = 0.0,
-                  nb::arg("flight_path") = "")
+      .def_static("create_over_sockets", &MakeEngineOverSockets, nb::arg("mesh"), nb::kw_only(),
+                  nb::arg("hosts"), nb::arg("shared_file"), nb::arg("timeout_s"),
+                  nb::arg("first_step_timeout_s") = 0.0, nb::arg("segment_bytes"),
+                  nb::arg("messages_in_flight"), nb::arg("slot_bytes"), nb::arg("trace"),
+                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "")
       .def(
           "fail",
           [](Engine& self, const std::string& message) {
@@ -195,6 +195,7 @@ void BindEngine(EngineClass& engine) {
 NB_MODULE(_engine, m) {
   using namespace hvpipe::python;
   nb::register_exception_translator(TranslateError);
+  BindSockets(m);
   BindNamedCalls(m);
   // A session keeps some objects until the process ends: freeing them could wait for a lost rank.
   nb::set_leak_warnings(false);

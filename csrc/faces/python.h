@@ -73,6 +73,7 @@ void BindBuckets(EngineClass& engine);
 void BindCollectives(EngineClass& engine);
 void BindMessages(nb::module_& module, EngineClass& engine);
 void BindNamedCalls(nb::module_& module);
+void BindSockets(nb::module_& module);
 // Functions on arrays, without an engine.
 void BindArrays(nb::module_& module);
 

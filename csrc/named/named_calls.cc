@@ -6,11 +6,11 @@
 #include <cmath>
 #include <numeric>
 #include <string>
+#include <utility>
 
 #include "core/engine.h"
 #include "core/event_log.h"
 #include "core/exit_timer.h"
-#include "core/mpi_error.h"
 
 namespace hvpipe::named {
 namespace {
@@ -26,13 +26,6 @@ constexpr double kGraceS = 10;             // for rank 0, which ends calls that 
 constexpr double kLookS = 0.1;             // between two looks for long waits
 constexpr double kIdleNapS = 2e-3;         // rank 0, if no call is under way anywhere
 
-MPI_Comm Duplicate(MPI_Comm world) {
-  MPI_Comm copy = MPI_COMM_NULL;
-  HVPIPE_MPI(MPI_Comm_dup(world, &copy));
-  HVPIPE_MPI(MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN));
-  return copy;
-}
-
 std::vector<int> UpTo(int size) {
   std::vector<int> ranks(static_cast<std::size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -41,19 +34,16 @@ std::vector<int> UpTo(int size) {
 
 }  // namespace
 
-NamedCalls::NamedCalls(MPI_Comm world, double timeout_s) : CallService(0, 1), timeout_s_(timeout_s) {
-  MPI_Comm data = MPI_COMM_NULL;
-  if (world != MPI_COMM_NULL) {
-    control_ = Duplicate(world);
-    data = Duplicate(world);
-    HVPIPE_MPI(MPI_Comm_rank(control_, &rank_));
-    HVPIPE_MPI(MPI_Comm_size(control_, &size_));
-  }
-  sets_[0] = std::make_shared<ProcessSet>(data, UpTo(size_), rank_);
+NamedCalls::NamedCalls(std::unique_ptr<Links> links, double timeout_s)
+    : CallService(links ? links->rank() : 0, links ? links->size() : 1),
+      timeout_s_(timeout_s),
+      links_(std::move(links)) {
+  const std::vector<int> everyone = UpTo(size_);
+  sets_[0] = std::make_shared<ProcessSet>(links_ ? links_->MakeSet(everyone) : nullptr, everyone, rank_);
   if (rank_ == 0) coordinator_.emplace(size_, timeout_s);
 }
 
-// After an error the communicators stay: freeing them is collective.
+// After an error the links stay: freeing them is collective.
 NamedCalls::~NamedCalls() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -84,11 +74,11 @@ void NamedCalls::Stop() {
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
-  if (failed_ || control_ == MPI_COMM_NULL) return;
+  if (failed_ || !links_) return;
   const std::lock_guard<std::mutex> lock(sets_mutex_);
   for (auto& [number, set] : sets_) set->Free();
   sets_.clear();
-  HVPIPE_MPI(MPI_Comm_free(&control_));
+  links_->Free();
 }
 
 std::vector<int> NamedCalls::RanksOf(int set) const {
@@ -219,7 +209,7 @@ void NamedCalls::Loop() {
   try {
     for (;;) {
       const bool moved = TakeInbox() | Receive() | Expire();
-      FinishSends();
+      const bool sent = !links_ || links_->Sent();
       if (moved) {
         active_s_ = Now();
         continue;
@@ -227,12 +217,14 @@ void NamedCalls::Loop() {
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         // Rank 0 serves the others until all have left.
-        if (stop_ && sends_.empty() && (!coordinator_ || !left_ || coordinator_->all_left())) return;
+        if (stop_ && sent && (!coordinator_ || !left_ || coordinator_->all_left())) return;
       }
-      Rest();
+      Rest(!sent);
     }
   } catch (const CallError& error) {
     FailAll(error);
+  } catch (const Error& error) {
+    FailAll({error.kind() == ErrorKind::kDeadline ? Problem::kDeadline : Problem::kPeer, error.what()});
   } catch (const std::exception& error) {
     FailAll({Problem::kPeer, error.what()});
   }
@@ -264,28 +256,20 @@ bool NamedCalls::TakeInbox() {
     if (coordinator_) {
       Coordinate(coordinator_->OnRequest(rank_, request, Now()));
     } else {
-      Send(0, Encoded(request), kRequestTag);
+      links_->Send(0, Encoded(request), kRequestTag);
     }
   }
   return !taken.empty();
 }
 
 bool NamedCalls::Receive() {
-  if (control_ == MPI_COMM_NULL) return false;
-  int there = 0;
-  MPI_Message message = MPI_MESSAGE_NULL;
-  MPI_Status status;
-  HVPIPE_MPI(MPI_Improbe(MPI_ANY_SOURCE, coordinator_ ? kRequestTag : kResponseTag, control_, &there,
-                         &message, &status));
-  if (there == 0) return false;
-  int bytes = 0;
-  HVPIPE_MPI(MPI_Get_count(&status, MPI_BYTE, &bytes));
-  std::string text(static_cast<std::size_t>(bytes), '\0');
-  HVPIPE_MPI(MPI_Mrecv(text.data(), bytes, MPI_BYTE, &message, MPI_STATUS_IGNORE));
+  if (!links_) return false;
+  const auto message = links_->Receive(coordinator_ ? kRequestTag : kResponseTag);
+  if (!message) return false;
   if (coordinator_) {
-    Coordinate(coordinator_->OnRequest(status.MPI_SOURCE, DecodedRequest(text), Now()));
+    Coordinate(coordinator_->OnRequest(message->first, DecodedRequest(message->second), Now()));
   } else {
-    Handle(DecodedResponse(text));
+    Handle(DecodedResponse(message->second));
   }
   return true;
 }
@@ -298,25 +282,9 @@ bool NamedCalls::Expire() {
   return true;
 }
 
-void NamedCalls::Send(int rank, const std::string& bytes, int tag) {
-  Sending& sending = sends_.emplace_back();
-  sending.bytes = bytes;
-  HVPIPE_MPI(MPI_Isend(sending.bytes.data(), static_cast<int>(sending.bytes.size()), MPI_BYTE, rank, tag,
-                       control_, &sending.request));
-}
-
-void NamedCalls::FinishSends() {
-  for (auto at = sends_.begin(); at != sends_.end();) {
-    int done = 0;
-    HVPIPE_MPI(MPI_Test(&at->request, &done, MPI_STATUS_IGNORE));
-    at = done != 0 ? sends_.erase(at) : std::next(at);
-  }
-}
-
 // Wait for a call of this rank, or for a message.
-void NamedCalls::Rest() {
-  const bool awaits_message =
-      !under_way_.empty() || !sends_.empty() || (coordinator_ && !coordinator_->idle());
+void NamedCalls::Rest(bool sends) {
+  const bool awaits_message = !under_way_.empty() || sends || (coordinator_ && !coordinator_->idle());
   const double now_s = Now(), idle_s = now_s - active_s_;
   LookAtWaits(now_s);
   if (awaits_message && idle_s < kEagerS) {
@@ -338,7 +306,7 @@ void NamedCalls::Rest() {
 // Tell the others first, so that they begin together with this rank.
 void NamedCalls::Coordinate(std::vector<Coordinator::Outgoing> responses) {
   for (const auto& [rank, response] : responses) {
-    if (rank != rank_) Send(rank, Encoded(response), kResponseTag);
+    if (rank != rank_) links_->Send(rank, Encoded(response), kResponseTag);
   }
   for (const auto& [rank, response] : responses) {
     if (rank == rank_) Handle(response);
@@ -403,14 +371,9 @@ void NamedCalls::RunCollective(const Response& response, Call* call) {
       return set->Reducescatter(*call);
     case Kind::kAddSet: {
       const std::vector<int> ranks(response.extents.begin(), response.extents.end());
-      MPI_Comm communicator = MPI_COMM_NULL;
-      const bool member = std::binary_search(ranks.begin(), ranks.end(), rank_);
-      if (size_ > 1) {
-        HVPIPE_MPI(MPI_Comm_split(control_, member ? 0 : MPI_UNDEFINED, rank_, &communicator));
-        if (member) HVPIPE_MPI(MPI_Comm_set_errhandler(communicator, MPI_ERRORS_RETURN));
-      }
+      auto links = links_ ? links_->MakeSet(ranks) : nullptr;
       const std::lock_guard<std::mutex> lock(sets_mutex_);
-      sets_[response.number] = std::make_shared<ProcessSet>(communicator, ranks, rank_);
+      sets_[response.number] = std::make_shared<ProcessSet>(std::move(links), ranks, rank_);
       return;
     }
     case Kind::kRemoveSet: {

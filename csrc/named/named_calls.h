@@ -1,11 +1,8 @@
 // Collectives that ranks call by name, in any order and from any thread: the service thread of one rank.
 #pragma once
 
-#include <mpi.h>
-
 #include <atomic>
 #include <condition_variable>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,13 +15,14 @@
 #include "core/operation.h"
 #include "named/call_service.h"
 #include "named/coordinator.h"
+#include "named/links.h"
 #include "named/process_set.h"
 
 namespace hvpipe::named {
 
 // Gradients of `data_parallel` do not come here: their buckets are planned once and never negotiated.
 //
-//   any thread: Submit -> inbox | service thread: tell rank 0 -> wait for its response -> MPI collective ->
+//   any thread: Submit -> inbox | service thread: tell rank 0 -> wait for its response -> collective ->
 //   done
 //
 // Rank 0 also has the coordinator. Ranks run the responses in the coordinator's order.
@@ -33,8 +31,8 @@ namespace hvpipe::named {
 // service thread, which starts with the first call.
 class NamedCalls : public CallService, public std::enable_shared_from_this<NamedCalls> {
  public:
-  // Collective over `world`, which is duplicated. MPI_COMM_NULL: one rank, without MPI.
-  NamedCalls(MPI_Comm world, double timeout_s);
+  // Collective. Null: one rank.
+  NamedCalls(std::unique_ptr<Links> links, double timeout_s);
   ~NamedCalls() override;
 
   void WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign) override;
@@ -46,11 +44,6 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
 
  private:
   using Key = std::pair<int, std::string>;
-  struct Sending {
-    std::string bytes;
-    MPI_Request request = MPI_REQUEST_NULL;
-  };
-
   struct UnderWay {
     Call call;
     double since_s;
@@ -80,9 +73,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   bool TakeInbox();
   bool Receive();
   bool Expire();
-  void Send(int rank, const std::string& bytes, int tag);
-  void FinishSends();
-  void Rest();
+  void Rest(bool sends);
   void Coordinate(std::vector<Coordinator::Outgoing> responses);
   void Handle(const Response& response);
   void RunCollective(const Response& response, Call* call);
@@ -90,7 +81,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   void FailAll(const CallError& error);
 
   const double timeout_s_;
-  MPI_Comm control_ = MPI_COMM_NULL;
+  const std::unique_ptr<Links> links_;
   std::optional<Coordinator> coordinator_;  // on rank 0
 
   mutable std::mutex sets_mutex_;
@@ -115,7 +106,6 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   std::string in_mpi_;         // the collective that MPI runs, which nothing can interrupt
   double in_mpi_since_s_ = 0;  // 0: none
   double in_mpi_limit_s_ = 0;
-  std::list<Sending> sends_;
   double active_s_ = 0;  // when something last happened
   std::thread thread_;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "core/half.h"
 #include "core/mpi_error.h"
@@ -72,22 +73,28 @@ void WithType(Type type, const Act& act) {
   }
 }
 
+// Sums and products of integers wrap round, as MPI's do.
+template <typename T>
+T Reduced(ReduceOp op, T a, T b) {
+  if constexpr (std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>) {
+    return T::Of(Reduced(op, static_cast<float>(a), static_cast<float>(b)));
+  } else {
+    if (op == ReduceOp::kMin) return std::min(a, b);
+    if (op == ReduceOp::kMax) return std::max(a, b);
+    if constexpr (std::is_integral_v<T>) {
+      const auto x = static_cast<std::uint64_t>(a), y = static_cast<std::uint64_t>(b);
+      return static_cast<T>(op == ReduceOp::kProduct ? x * y : x + y);
+    } else {
+      return op == ReduceOp::kProduct ? a * b : a + b;
+    }
+  }
+}
+
 template <typename Half, ReduceOp kOp>
 void ReduceHalf(void* in, void* in_out, int* count, MPI_Datatype* /*type*/) {
   const auto* const a = static_cast<const Half*>(in);
   auto* const b = static_cast<Half*>(in_out);
-  for (int i = 0; i < *count; ++i) {
-    const float x = static_cast<float>(a[i]), y = static_cast<float>(b[i]);
-    if constexpr (kOp == ReduceOp::kMin) {
-      b[i] = Half::Of(std::min(x, y));
-    } else if constexpr (kOp == ReduceOp::kMax) {
-      b[i] = Half::Of(std::max(x, y));
-    } else if constexpr (kOp == ReduceOp::kProduct) {
-      b[i] = Half::Of(x * y);
-    } else {
-      b[i] = Half::Of(x + y);
-    }
-  }
+  for (int i = 0; i < *count; ++i) b[i] = Reduced(kOp, a[i], b[i]);
 }
 
 template <typename Half, ReduceOp kOp>
@@ -154,6 +161,15 @@ MPI_Op MpiOp(ReduceOp op, Type type) {
     default:
       return MPI_SUM;
   }
+}
+
+void Reduce(ReduceOp op, Type type, void* into, const void* from, std::int64_t count) {
+  WithType(type, [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    auto* const a = static_cast<T*>(into);
+    const auto* const b = static_cast<const T*>(from);
+    for (std::int64_t i = 0; i < count; ++i) a[i] = Reduced(op, a[i], b[i]);
+  });
 }
 
 void ScaleNumbers(void* data, Type type, std::int64_t count, double factor) {

@@ -12,6 +12,8 @@ namespace hvpipe::named {
 MPI_Datatype MpiType(Type type);
 // Average is a sum. The half types have operators of their own, which compute in float32.
 MPI_Op MpiOp(ReduceOp op, Type type);
+// into[i] = into[i] op from[i], as MpiOp does.
+void Reduce(ReduceOp op, Type type, void* into, const void* from, std::int64_t count);
 // data[i] *= factor, in double precision for integers, which are then cut off, and in float32 for half types.
 void ScaleNumbers(void* data, Type type, std::int64_t count, double factor);
 

@@ -1,4 +1,4 @@
-// MPI's collectives on tensors of any element type.
+// Turns calls into collectives of their tensors: outputs, factors, groups.
 #include "named/process_set.h"
 
 #include <algorithm>
@@ -7,62 +7,15 @@
 #include <numeric>
 #include <utility>
 
-#include "core/mpi_error.h"
 #include "named/numbers.h"
 
 namespace hvpipe::named {
 namespace {
 
-constexpr int kAdasumTag = 1;
-// MPI counts in int.
-constexpr std::int64_t kMostAtOnce = std::int64_t{1} << 30;
-
 int PlaceIn(const std::vector<int>& ranks, int rank) {
   const auto found = std::find(ranks.begin(), ranks.end(), rank);
   return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
 }
-
-int AsCount(std::int64_t value) {
-  if (value > kMostAtOnce) {
-    throw Error("A collective should have at most " + std::to_string(kMostAtOnce) +
-                    " rows or elements. Received: " + std::to_string(value),
-                ErrorKind::kUsage);
-  }
-  return static_cast<int>(value);
-}
-
-std::vector<int> AsCounts(const std::vector<std::int64_t>& values) {
-  std::vector<int> counts;
-  for (const std::int64_t value : values) counts.push_back(AsCount(value));
-  return counts;
-}
-
-// Where each part begins.
-std::vector<int> StartsOf(const std::vector<int>& counts) {
-  std::vector<int> starts;
-  std::int64_t next = 0;
-  for (const int count : counts) {
-    starts.push_back(AsCount(next));
-    next += count;
-  }
-  return starts;
-}
-
-// One row of a tensor as an MPI type, so that counts stay small.
-class RowType {
- public:
-  explicit RowType(const TensorSpec& tensor) {
-    HVPIPE_MPI(MPI_Type_contiguous(AsCount(tensor.row_elements()), MpiType(tensor.type), &type_));
-    HVPIPE_MPI(MPI_Type_commit(&type_));
-  }
-  ~RowType() { MPI_Type_free(&type_); }
-  RowType(const RowType&) = delete;
-  RowType& operator=(const RowType&) = delete;
-  MPI_Datatype get() const { return type_; }
-
- private:
-  MPI_Datatype type_ = MPI_DATATYPE_NULL;
-};
 
 std::size_t BytesOf(const TensorSpec& tensor) {
   return static_cast<std::size_t>(tensor.elements()) * SizeOf(tensor.type);
@@ -91,13 +44,13 @@ std::vector<std::pair<Type, std::vector<std::size_t>>> ByType(const std::vector<
 
 }  // namespace
 
-ProcessSet::ProcessSet(MPI_Comm communicator, std::vector<int> ranks, int rank)
-    : communicator_(communicator), ranks_(std::move(ranks)), place_(PlaceIn(ranks_, rank)) {}
+ProcessSet::ProcessSet(std::unique_ptr<SetLinks> links, std::vector<int> ranks, int rank)
+    : links_(std::move(links)), ranks_(std::move(ranks)), place_(PlaceIn(ranks_, rank)) {}
 
 int ProcessSet::PlaceOf(int rank) const { return PlaceIn(ranks_, rank); }
 
 void ProcessSet::Free() {
-  if (communicator_ != MPI_COMM_NULL) HVPIPE_MPI(MPI_Comm_free(&communicator_));
+  if (links_) links_->Free();
 }
 
 void ProcessSet::ReduceInPlace(void* data, Type type, std::int64_t count, const Request& request) const {
@@ -105,11 +58,7 @@ void ProcessSet::ReduceInPlace(void* data, Type type, std::int64_t count, const 
   if (size() > 1 && request.op == ReduceOp::kAdasum) {
     Adasum(data, type, count);
   } else if (size() > 1) {
-    for (std::int64_t start = 0; start < count; start += kMostAtOnce) {
-      char* const part = static_cast<char*>(data) + static_cast<std::size_t>(start) * SizeOf(type);
-      HVPIPE_MPI(MPI_Allreduce(MPI_IN_PLACE, part, static_cast<int>(std::min(count - start, kMostAtOnce)),
-                               MpiType(type), MpiOp(request.op, type), communicator_));
-    }
+    links_->AllReduce(data, count, type, request.op);
   }
   ScaleNumbers(data, type, count, FactorAfter(request));
 }
@@ -122,11 +71,9 @@ double ProcessSet::FactorAfter(const Request& request) const {
 void ProcessSet::Adasum(void* data, Type type, std::int64_t count) const {
   const std::size_t bytes = static_cast<std::size_t>(count) * SizeOf(type);
   const std::unique_ptr<char[]> theirs(new char[std::max<std::size_t>(bytes, 1)]);
-  const int elements = AsCount(count);
   for (int distance = 1; distance < size(); distance *= 2) {
     const int partner = place_ ^ distance;
-    HVPIPE_MPI(MPI_Sendrecv(data, elements, MpiType(type), partner, kAdasumTag, theirs.get(), elements,
-                            MpiType(type), partner, kAdasumTag, communicator_, MPI_STATUS_IGNORE));
+    links_->Exchange(data, theirs.get(), bytes, partner);
     const bool lower = place_ < partner;
     const void* const a = lower ? data : theirs.get();
     const void* const b = lower ? theirs.get() : data;
@@ -190,15 +137,7 @@ void ProcessSet::Allgather(const Call& call, const std::vector<std::int64_t>& ro
       CopyBytes(output, call.inputs[i], BytesOf(tensor));
       continue;
     }
-    const RowType row(tensor);
-    const std::vector<int> counts = AsCounts(mine);
-    const std::vector<int> starts = StartsOf(counts);
-    // A caller may have put its rows where they belong. MPI takes no buffer twice but by this name.
-    const std::size_t place = static_cast<std::size_t>(place_);
-    const std::int64_t bytes_before = starts[place] * BytesOf(tensor) / std::max(1, counts[place]);
-    const bool in_place = call.inputs[i] == static_cast<char*>(output) + bytes_before;
-    HVPIPE_MPI(MPI_Allgatherv(in_place ? MPI_IN_PLACE : call.inputs[i], counts[place], row.get(), output,
-                              counts.data(), starts.data(), row.get(), communicator_));
+    links_->AllGather(call.inputs[i], output, mine, tensor);
   }
 }
 
@@ -208,12 +147,7 @@ void ProcessSet::Broadcast(const Call& call) const {
     const TensorSpec& tensor = call.request.tensors[i];
     char* const output = static_cast<char*>(call.allocate(static_cast<int>(i), tensor.shape));
     if (place_ == root) CopyBytes(output, call.inputs[i], BytesOf(tensor));
-    if (size() == 1) continue;
-    const std::int64_t bytes = static_cast<std::int64_t>(BytesOf(tensor));
-    for (std::int64_t start = 0; start < bytes; start += kMostAtOnce) {
-      HVPIPE_MPI(MPI_Bcast(output + start, static_cast<int>(std::min(bytes - start, kMostAtOnce)), MPI_BYTE,
-                           root, communicator_));
-    }
+    if (size() > 1) links_->Broadcast(output, BytesOf(tensor), root);
   }
 }
 
@@ -225,11 +159,7 @@ void ProcessSet::Alltoall(const Call& call, const std::vector<std::int64_t>& rec
   for (std::size_t i = 0; i < received.size(); ++i) counts_out[i] = static_cast<std::int32_t>(received[i]);
   if (tensor.row_elements() == 0) return;
   if (size() == 1) return CopyBytes(output, call.inputs.front(), BytesOf(tensor));
-  const RowType row(tensor);
-  const std::vector<int> sent = AsCounts(call.request.splits), got = AsCounts(received);
-  const std::vector<int> from = StartsOf(sent), to = StartsOf(got);
-  HVPIPE_MPI(MPI_Alltoallv(call.inputs.front(), sent.data(), from.data(), row.get(), output, got.data(),
-                           to.data(), row.get(), communicator_));
+  links_->AllToAll(call.inputs.front(), call.request.splits, output, received, tensor);
 }
 
 void ProcessSet::Reducescatter(const Call& call) const {
@@ -240,10 +170,8 @@ void ProcessSet::Reducescatter(const Call& call) const {
     const auto rows_of = [&](int place) {
       return tensor.rows() / size() + (place < tensor.rows() % size() ? 1 : 0);
     };
-    std::vector<int> counts;
-    for (int place = 0; place < size(); ++place) {
-      counts.push_back(AsCount(rows_of(place) * tensor.row_elements()));
-    }
+    std::vector<std::int64_t> counts;
+    for (int place = 0; place < size(); ++place) counts.push_back(rows_of(place) * tensor.row_elements());
     void* const output = call.allocate(static_cast<int>(i), WithRows(tensor.shape, rows_of(place_)));
     const std::int64_t own = counts[static_cast<std::size_t>(place_)];
     std::unique_ptr<char[]> scaled;
@@ -257,8 +185,7 @@ void ProcessSet::Reducescatter(const Call& call) const {
     if (size() == 1) {
       CopyBytes(output, input, BytesOf(tensor));
     } else if (tensor.elements() > 0) {
-      HVPIPE_MPI(MPI_Reduce_scatter(input, output, counts.data(), MpiType(tensor.type),
-                                    MpiOp(request.op, tensor.type), communicator_));
+      links_->ReduceScatter(input, output, counts, tensor.type, request.op);
     }
     ScaleNumbers(output, tensor.type, own, FactorAfter(request));
   }

@@ -1,19 +1,19 @@
 // The ranks of one process set, and the data exchange among them.
 #pragma once
 
-#include <mpi.h>
-
+#include <memory>
 #include <vector>
 
 #include "named/call.h"
+#include "named/links.h"
 
 namespace hvpipe::named {
 
 // Threads: only the service thread of NamedCalls runs collectives; anybody may read the ranks.
 class ProcessSet {
  public:
-  // Takes ownership of `communicator`; MPI_COMM_NULL if this rank is alone or no member.
-  ProcessSet(MPI_Comm communicator, std::vector<int> ranks, int rank);
+  // `links` are null if this rank is alone or no member.
+  ProcessSet(std::unique_ptr<SetLinks> links, std::vector<int> ranks, int rank);
   ProcessSet(const ProcessSet&) = delete;
   ProcessSet& operator=(const ProcessSet&) = delete;
 
@@ -23,7 +23,7 @@ class ProcessSet {
   int place() const { return place_; }
   int PlaceOf(int rank) const;
 
-  // Each throws Error if MPI fails. All members call them in one order.
+  // Each throws Error if the links fail. All members call them in one order.
   void Allreduce(const Call& call) const;
   // Take part in an allreduce with zeros.
   void AllreduceZeros(const Request& example) const;
@@ -41,7 +41,7 @@ class ProcessSet {
   double FactorAfter(const Request& request) const;
   void Adasum(void* data, Type type, std::int64_t count) const;
 
-  MPI_Comm communicator_;
+  const std::unique_ptr<SetLinks> links_;
   std::vector<int> ranks_;
   int place_;
 };

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +31,6 @@ _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 _SLURM_PMI = ("PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
 _PMIX = ("PMIX_RANK", "", "", "")
-_FUSION = "HOROVOD_FUSION_THRESHOLD"
 _GLOO = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 
@@ -109,22 +107,6 @@ def prepare_open_mpi() -> None:
 def fault_tolerance_asked() -> bool:
     """Return whether this rank was started with Open MPI's `mpirun --with-ft ulfm`."""
     return os.environ.get(_FAULT_TOLERANCE, "") in ("1", "t", "true", "yes", "y", "enabled")
-
-
-@contextmanager
-def unfused_horovod() -> Iterator[None]:
-    """Let a Horovod that starts in this block fuse no tensors, unless the user has said how many.
-
-    hvpipe's buckets are fused already: fusing them again would copy them, and make early ones wait.
-    """
-    if _FUSION in os.environ:
-        yield
-        return
-    os.environ[_FUSION] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[_FUSION]  # `settings` reads it, too, as the size of a bucket
 
 
 def eager_bytes(library: str, environ: Mapping[str, str] | None = None) -> int:

@@ -49,7 +49,7 @@ _TUNING = {
 }
 
 
-def hvpipe_variables(environ: Mapping[str, str], on_horovod: bool = False) -> dict[str, str]:
+def hvpipe_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Translate Horovod's variables to those of hvpipe. Variables of hvpipe that are set win.
 
     | Horovod | hvpipe |
@@ -63,7 +63,6 @@ def hvpipe_variables(environ: Mapping[str, str], on_horovod: bool = False) -> di
 
     Args:
         environ: The environment, or only Horovod's variables.
-        on_horovod: Whether Horovod runs, too. It then writes its own timeline to that file.
 
     Returns:
         The variables to add to `environ`, with their values.
@@ -78,7 +77,7 @@ def hvpipe_variables(environ: Mapping[str, str], on_horovod: bool = False) -> di
     if threshold_bytes is not None:
         found[_BUCKET_BYTES] = str(max(1, int(threshold_bytes)))
     timeline = environ.get(_TIMELINE)
-    if timeline and timeline != "DYNAMIC" and not environ.get(_TRACE) and not on_horovod:
+    if timeline and timeline != "DYNAMIC" and not environ.get(_TRACE):
         found[_TRACE] = timeline
     level = environ.get(_HOROVOD_LOG_LEVEL, "").strip().lower()
     if level and not environ.get(_LOG_LEVEL):

@@ -60,7 +60,6 @@ def measure_links(
             f"Received: sizes_bytes={list(sizes_bytes)}, repeats={repeats}"
         )
     rank, size = engine.world.rank, engine.world.size
-    engine.world.connect()
     every = list(combinations(range(size), 2))
     if unknown := set(pairs or ()) - set(every):
         raise HvpipeError(

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
@@ -150,9 +150,6 @@ class MpiWorld:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-
-    def connect(self, groups: Iterable[Sequence[int]] = ()) -> None:
-        """Do nothing: MPI connects ranks when they first send."""
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order (pickled)."""

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from hvpipe.comm import horovod_variables
-from hvpipe.comm.discover import started_with_gloo
 from hvpipe.errors import HvpipeError
 
-Backend = Literal["mpi", "horovod"]
+Backend = Literal["mpi", "tcp"]
 NcclSpan = Literal["world", "host"]
 Nonfinite = Literal["raise", "skip", "ignore"]
 NONFINITE: tuple[Nonfinite, ...] = ("raise", "skip", "ignore")
@@ -29,7 +28,7 @@ _Choice = TypeVar("_Choice", bound=str)
 class Settings:
     """The HVPIPE_* variables, Horovod's and CUDA_VISIBLE_DEVICES, checked. `settings` lists their names."""
 
-    backend: Backend | None = None  # None: Horovod under `horovodrun --gloo`, else MPI
+    backend: Backend | None = None  # None: TCP under `horovodrun --gloo`, else MPI
     timeout_s: float = 300.0
     first_step_timeout_s: float | None = None  # None: 6 * timeout_s if a rank may have a GPU, else timeout_s
     shutdown_timeout_s: float | None = None  # None: an hour, or timeout_s if that is longer
@@ -52,7 +51,6 @@ class Settings:
     device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
     job_may_have_gpus: bool = False  # whether any rank may find one; the session sets it
-    dynamic_process_sets: bool = False  # whether process sets can be added to Horovod
     job_folder: Path | None = None  # that `hvpipe run` shares with the ranks of its host
     verify_every: int = 0  # steps; 0: never
     nonfinite: Nonfinite = "ignore"
@@ -100,7 +98,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
 
     | variable | value |
     |---|---|
-    | HVPIPE_BACKEND | "mpi" or "horovod": what joins the ranks |
+    | HVPIPE_BACKEND | "mpi" or "tcp": what joins the ranks |
     | HVPIPE_TIMEOUT | longest wait for another rank, in seconds |
     | HVPIPE_FIRST_STEP_TIMEOUT | the same until two training steps have ended |
     | HVPIPE_SHUTDOWN_TIMEOUT | longest wait for the others in `shutdown` and MPI_Finalize, in seconds |
@@ -128,7 +126,6 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_MIN_NP | with fewer ranks than this, an elastic job ends |
     | HVPIPE_LR_SCALING | "none", "linear" or "sqrt": the learning rate when the number of ranks changes |
     | HVPIPE_LOG_LEVEL | debug, info, warning or error |
-    | HOROVOD_DYNAMIC_PROCESS_SETS | Horovod's own: 1 lets process sets be added to it |
     | NCCL_MULTI_RANK_GPU_ENABLE | NCCL's own: 1 lets ranks share a GPU |
     | HOROVOD_* | Horovod's own, where HVPIPE_* is not set: `horovod_variables.hvpipe_variables` lists them |
 
@@ -140,8 +137,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     """
     given = os.environ if environ is None else environ
     chosen = backend(given.get("HVPIPE_BACKEND"))
-    on_horovod = chosen == "horovod" or (chosen is None and started_with_gloo(given))
-    env = _NamesRead({**given, **horovod_variables.hvpipe_variables(given, on_horovod)})
+    env = _NamesRead({**given, **horovod_variables.hvpipe_variables(given)})
     default = Settings()
     log_level = env.get("HVPIPE_LOG_LEVEL", "").lower() or None
     if log_level not in (None, *LOG_LEVELS):
@@ -171,7 +167,6 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         nccl_span=_nccl_span(env, default.nccl_span),
         device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
         gpus_may_be_shared=env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
-        dynamic_process_sets=given.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1",
         job_folder=job_folder(env),
         verify_every=_number(env, "HVPIPE_VERIFY", "steps", default.verify_every),
         nonfinite=_one_of(env, "HVPIPE_NONFINITE", NONFINITE, default.nonfinite),
@@ -182,7 +177,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         min_ranks=_number(env, "HVPIPE_MIN_NP", "ranks", default.min_ranks),
         lr_scaling=_one_of(env, "HVPIPE_LR_SCALING", LR_SCALINGS, default.lr_scaling),
         log_level=log_level,
-        without_effect=() if on_horovod else horovod_variables.without_effect(given),
+        without_effect=horovod_variables.without_effect(given),
     )
     known = env.names | {"HVPIPE_BACKEND"}
     named = (name for name in given if name.startswith("HVPIPE_") and name not in known)
@@ -222,9 +217,9 @@ def backend(text: str | None) -> Backend | None:
     """
     if not text:
         return None
-    if text not in ("mpi", "horovod"):
-        raise _bad("HVPIPE_BACKEND", "mpi or horovod", text)
-    return "mpi" if text == "mpi" else "horovod"
+    if text not in ("mpi", "tcp"):
+        raise _bad("HVPIPE_BACKEND", "mpi or tcp", text)
+    return "mpi" if text == "mpi" else "tcp"
 
 
 def live_folder(environ: Mapping[str, str] | None = None) -> str | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hvpipe.comm.native import import_native
 from hvpipe.comm.settings import Settings
 from hvpipe.log import logger
 
@@ -13,7 +17,7 @@ if TYPE_CHECKING:
     from hvpipe.comm.world import World
 
 FOLDER = "/dev/shm"  # where MPI allocates windows of shared memory
-_SLOTS = 4  # of a rank in a window (csrc/core/communicators.cc)
+_SLOTS = 4  # of a rank in a window (csrc/core/network.h)
 _HEAD_BYTES = 8192  # at most, of a rank in a window (csrc/collectives/shared_window.cc)
 
 
@@ -60,3 +64,55 @@ def host_memory(world: World, settings: Settings, folder: str = FOLDER) -> HostM
     except OSError:  # MPI then finds another place
         return HostMemory(world.host, world.local_size, needed_bytes, None)
     return HostMemory(world.host, world.local_size, needed_bytes, found.f_bavail * found.f_frsize)
+
+
+@contextlib.contextmanager
+def shared_file(world: World, settings: Settings, hosts: list[int]) -> Iterator[str]:
+    """Give the file that the ranks of this host map, and remove its name afterwards. Collective.
+
+    The name is "" on all ranks if no two share a host, or if the ranks of any host cannot share a file.
+
+    Args:
+        world: Gathers objects of the ranks.
+        settings: The settings of this rank.
+        hosts: The number of its host, by rank.
+    """
+    several = len(set(hosts)) < len(hosts)
+    if not (settings.shared_memory and several and fits_on_all_hosts(world, settings)):
+        yield ""
+        return
+    first = hosts.index(hosts[world.rank])
+    path, why = "", ""
+    if first == world.rank:
+        try:
+            path = _make_file(import_native().shared_file_bytes(settings.slot_bytes, hosts.count(hosts[first])))
+        except OSError as error:
+            why = f"{world.host}: {error}"
+    try:
+        path_of_host = str(world.allgather_object(path)[first])
+        if path_of_host and not os.access(path_of_host, os.R_OK | os.W_OK):
+            why = f"{world.host}: rank {world.rank} cannot open {path_of_host}, which rank {first} has made"
+        reasons = [each for each in world.allgather_object(why) if each]
+        if reasons and world.rank == 0:
+            logger.warning(
+                "hvpipe: all ranks use the ring instead of shared memory, which is faster: the ranks of each "
+                "host should share %s. Received: %s",
+                *(FOLDER, reasons[0]),
+            )
+        yield "" if reasons else path_of_host
+        world.barrier()
+    finally:
+        if path:
+            os.unlink(path)
+
+
+def _make_file(size_bytes: int) -> str:
+    file, path = tempfile.mkstemp(prefix="hvpipe-", dir=FOLDER)
+    try:
+        os.posix_fallocate(file, 0, size_bytes)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(file)
+    return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from hvpipe.comm.discover import Launch
@@ -75,12 +74,6 @@ class World(Protocol):
     def make_named_calls(self, settings: Settings) -> Any:
         """Return the service for collectives that ranks call by name. Collective."""
 
-    def connect(self, groups: Iterable[Sequence[int]] = ()) -> None:
-        """Prepare messages between any two ranks, and all-reduces among each of these groups of ranks.
-
-        Collective, with the same groups on all ranks; needed before the first message or group.
-        """
-
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
 
@@ -121,9 +114,6 @@ class SingleWorld:
     def make_named_calls(self, settings: Settings) -> Any:
         return import_native().NamedCalls.create(None, settings.timeout_s, self.local_rank, self.local_size)
 
-    def connect(self, groups: Iterable[Sequence[int]] = ()) -> None:
-        pass
-
     def allgather_object(self, value: Any) -> list[Any]:
         return [value]
 
@@ -156,10 +146,10 @@ def started_world() -> StartedWorld | None:
         by_mpi = mpi.started_world()
         if by_mpi is not None and not by_mpi.alone:
             return by_mpi
-    if "horovod.tensorflow" in sys.modules:
-        from hvpipe.comm import horovod
+    if "hvpipe.comm.tcp" in sys.modules:
+        from hvpipe.comm import tcp
 
-        return horovod.started_world()
+        return tcp.started_world()
     return None
 
 
@@ -169,11 +159,11 @@ def open_world(launch: Launch, settings: Settings) -> World:
     Raises:
         InitError: If the ranks cannot be joined by `settings.backend`.
     """
-    backend = settings.backend or ("horovod" if launch.launcher == "horovodrun" else "mpi")
-    if backend == "horovod":
-        from hvpipe.comm import horovod
+    backend = settings.backend or ("tcp" if launch.launcher == "horovodrun" else "mpi")
+    if backend == "tcp":
+        from hvpipe.comm import tcp
 
-        return horovod.open_world(launch, settings)
+        return tcp.open_world(launch, settings)
     if launch.launcher == "horovodrun":
         raise InitError(
             "MPI has no ranks under `horovodrun --gloo`: each process would be alone. Leave HVPIPE_BACKEND "

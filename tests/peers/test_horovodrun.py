@@ -13,7 +13,6 @@ import pytest
 
 from bench.cluster import network
 from bench.cluster.virtual_cluster import ClusterError, VirtualCluster, equal_hosts
-from distributed import run_cases
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -104,7 +103,6 @@ def described(found: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_horovodrun_trains_the_same_weights_as_mpirun(tmp_path: Path) -> None:
-    """With two ranks there is one order of addition, so Horovod's sums have the bits of hvpipe's own."""
     by_mpirun = train(tmp_path / "mpirun.keras", "mpirun")
     for form in FORMS:
         assert train(tmp_path / f"{form}.keras", "horovodrun", form) == by_mpirun, form
@@ -145,22 +143,6 @@ def test_two_hosts(form: str) -> None:
     assert "2 ranks" in found.stdout, described(found)
 
 
-@pytest.mark.parametrize(
-    ("cases", "ranks"),
-    [
-        (("comm/test_all_reduce.py", "comm/test_gather_broadcast.py", "comm/test_messages.py"), 3),
-        (("keras",), 2),
-    ],
-    ids=["engine", "keras"],
-)
-def test_horovod_carries_what_mpi_carries(cases: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
-    """Horovod runs on MPI here, so that the cases' own outcomes can be exchanged by MPI."""
-    env = {"HVPIPE_BACKEND": "horovod", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    paths = [ROOT / "tests" / "mpi" / name for name in cases]
-    options = ["-m", "quick"] if cases == ("keras",) else []
-    run_cases(ranks, paths, tmp_path / "ranks", limit_s=800.0, env=env, options=options)
-
-
 def refusal(script: str, *, env: Mapping[str, str], limit_s: float = 120.0) -> str:
     """Return the output of a job that must end with an error on all ranks."""
     found = run("horovodrun", "--gloo", "-np", 2, sys.executable, "-c", script, limit_s=limit_s, env=env)
@@ -177,7 +159,8 @@ def test_a_rendezvous_that_is_gone() -> None:
     script = (
         "import os, hvpipe; os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT'] = '9'; hvpipe.init(); print('joined')"
     )
-    output = refusal(script, env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"})
+    output = refusal(script, env={})
+    assert "The horovodrun that started this process should answer at" in output
     assert "joined" not in output
 
 

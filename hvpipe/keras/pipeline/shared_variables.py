@@ -33,7 +33,6 @@ class SharedVariables:
                 ranks_of.setdefault(id(variable), set()).update(layout.ranks_of(stage))
                 variable_of[id(variable)] = variable
         rank = session.world.rank
-        session.world.connect(sorted({tuple(sorted(ranks)) for ranks in ranks_of.values() if len(ranks) > 1}))
         self.holders = {
             key: tuple(sorted(ranks)) for key, ranks in ranks_of.items() if len(ranks) > 1 and rank in ranks
         }

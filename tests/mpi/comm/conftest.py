@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +16,7 @@ from hvpipe.comm.native import import_native
 from hvpipe.session import current
 from in_step import InStep
 from native_build import build
+from tcp_session import use_tcp_if_asked
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,34 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def world() -> Iterator[None]:
     """Open one hvpipe session for all cases."""
+    use_tcp_if_asked()
     hvpipe.init()
-    current().world.connect(every_group())
-    if os.environ.get("TEST_OVER_CALLS") == "1":
-        with engine_over_named_calls():
-            yield
-    else:
-        yield
-    hvpipe.shutdown()
-
-
-def every_group() -> list[tuple[int, ...]]:
-    """Return all groups of two or more ranks, except the one of all ranks."""
-    everyone = range(hvpipe.size())
-    return [ranks for count in range(2, hvpipe.size()) for ranks in itertools.combinations(everyone, count)]
-
-
-@contextlib.contextmanager
-def engine_over_named_calls() -> Iterator[None]:
-    """Let named collectives carry the engine's data, as Horovod's do, instead of MPI's transports."""
-    session = current()
-    over_mpi, calls = session.engine.core, session.named_calls()
-    for ranks in every_group():
-        calls.add_set(list(ranks))
-    options = {"timeout_s": session.settings.timeout_s, "trace": False}
-    session.engine.core = import_native().Engine.create_over_calls(calls, first_on_host=0, hosts=1, **options)
     yield
-    session.engine.core.stop()
-    session.engine.core = over_mpi
+    hvpipe.shutdown()
 
 
 @pytest.fixture(scope="session")

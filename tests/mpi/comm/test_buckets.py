@@ -362,7 +362,7 @@ def test_an_urgent_bucket_overtakes_a_large_one(core: Any) -> None:
         pytest.skip("nothing travels, and in shared memory buckets take turns")
     if session.settings.segment_bytes:
         pytest.skip("messages so small that the large bucket may be through at once")
-    count = session.world.eager_bytes // 4 * hvpipe.size()
+    count = (256 << 10) // 4 * hvpipe.size()  # a message is no larger
     arrays = [np.ones(50 * count, np.float32), np.ones(5 * count, np.float32)]
     model = [Gradient("urgent", (5 * count,), "float32"), Gradient("large", (50 * count,), "float32")]
     plan = plan_buckets(model, 1000)

@@ -1,0 +1,96 @@
+"""The key-value store in which ranks that horovodrun has started find each other."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvpipe.errors import InitError
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+_REQUEST_S = 10.0
+"""The longest that the store may take to answer one request."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The store that runs beside horovodrun. A value is one line of JSON, whose key has a name of its own.
+
+    Args:
+        host: Where horovodrun runs.
+        port: The port there.
+        scope: What precedes the keys.
+        limit_s: The longest wait for another rank's value, in seconds.
+    """
+
+    host: str
+    port: int
+    scope: str
+    limit_s: float
+
+    @classmethod
+    def of_launch(cls, env: Mapping[str, str], scope: str, limit_s: float) -> Rendezvous:
+        """Return the store of the horovodrun that has started this process.
+
+        Raises:
+            InitError: If horovodrun does not say where it is.
+        """
+        host, port = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""), env.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+        if not host or not port.isdecimal():
+            raise InitError(
+                "horovodrun should say where its ranks meet: HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT. "
+                f"Received: {host!r}, {port!r}"
+            )
+        return cls(host, int(port), scope, limit_s)
+
+    def put(self, key: str, value: Any) -> None:
+        """Store a value, which must be JSON.
+
+        Raises:
+            InitError: If the store does not take it.
+        """
+        self._request("PUT", key, json.dumps(value).encode())
+
+    def get(self, key: str, whose: str) -> Any:
+        """Return a value, once it is there. `whose` says who stores it.
+
+        Raises:
+            InitError: If the store does not answer, or nobody stores the value in time.
+        """
+        deadline_s, pause_s = time.monotonic() + self.limit_s, _SHORTEST_PAUSE_S
+        while (found := self._request("GET", key)) is None:
+            if time.monotonic() > deadline_s:
+                raise InitError(
+                    f"{whose} should call hvpipe.init() within {self.limit_s:g} s (HVPIPE_TIMEOUT). "
+                    "Received: nothing from it"
+                )
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        return json.loads(found)
+
+    def _request(self, method: str, key: str, body: bytes | None = None) -> bytes | None:
+        """Return what the store answers; None if it does not know the key."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_REQUEST_S)
+        try:
+            connection.request(method, f"/{self.scope}/{key}", body)
+            answer = connection.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise InitError(
+                f"The horovodrun that started this process should answer at {self.host}, port {self.port}: "
+                f"does it still run, and can this host reach it? Received: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            connection.close()
+        if answer.status == http.HTTPStatus.NOT_FOUND:
+            return None
+        if answer.status != http.HTTPStatus.OK:
+            raise InitError(
+                f"The store of horovodrun at {self.host}, port {self.port}, should take and give values. "
+                f"Received: status {answer.status}"
+            )
+        return text

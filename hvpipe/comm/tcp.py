@@ -1,0 +1,257 @@
+"""The world of ranks over TCP, for ranks that no MPI joins, such as those of `horovodrun --gloo`."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvpipe.comm.discover import Launch
+from hvpipe.comm.native import import_native
+from hvpipe.comm.rendezvous import Rendezvous
+from hvpipe.comm.settings import Settings
+from hvpipe.comm.shared_memory import shared_file
+from hvpipe.errors import HvpipeError, InitError
+
+_CLOCK_ROUNDS = 32
+_SEGMENT_BYTES = 240 << 10  # a message of the ring: in cache while it is added
+_SIOCGIFADDR = 0x8915  # of Linux: asks for the IPv4 address of an interface
+
+_number = itertools.count()
+"""Counts the worlds of this process, so that a second one does not find the addresses of the first."""
+
+
+class TcpWorld:
+    """Ranks that are connected with each other. `open_world` makes it.
+
+    Args:
+        mesh: The connections, `hvpipe._engine.SocketMesh`.
+        launch: This rank and its numbers.
+        timeout_s: Longest wait for another rank, in seconds.
+    """
+
+    def __init__(self, mesh: Any, launch: Launch, timeout_s: float) -> None:
+        assert launch.rank is not None and launch.size is not None
+        self._mesh = mesh
+        self._timeout_s = timeout_s
+        self.rank: int = launch.rank
+        self.size: int = launch.size
+        self.local_rank: int = launch.local_rank or 0
+        self.local_size: int = launch.local_size or 1
+        self.host: str = host_name(os.environ)
+        self.library_version = "TCP"
+
+    def make_engine(self, settings: Settings) -> Any:
+        """Return the C++ engine between the ranks. Collective."""
+        per_host = settings.ranks_per_host
+        places = self.allgather_object(self.rank // per_host if per_host else self.host)
+        hosts = [places.index(place) for place in places]
+        return make_engine(self, self._mesh, hosts, settings)
+
+    def make_named_calls(self, settings: Settings) -> Any:
+        """Return the service for collectives that ranks call by name. Collective."""
+        return import_native().NamedCalls.create_over_sockets(
+            self._mesh, settings.engine_timeout_s, self.local_rank, self.local_size
+        )
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order (pickled)."""
+        self._send(value, [rank for rank in range(self.size) if rank != self.rank])
+        return [value if rank == self.rank else self._receive(rank) for rank in range(self.size)]
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks, in rank order, on rank 0, and None on the others (pickled)."""
+        if self.rank > 0:
+            self._send(value, [0])
+            return None
+        return [value, *(self._receive(rank) for rank in range(1, self.size))]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the value of rank `root` on every rank (pickled)."""
+        if not 0 <= root < self.size:
+            raise HvpipeError(f"root should be a rank, 0 to {self.size - 1}. Received: root={root}")
+        if self.rank != root:
+            return self._receive(root)
+        self._send(value, [rank for rank in range(self.size) if rank != root])
+        return value
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self.allgather_object(None)
+
+    def clock_offset_s(self) -> float:
+        """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's.
+
+        Each rank in turn asks rank 0 for its time. The fastest round trip counts, so the error is below half
+        of that round trip.
+        """
+        if self.rank == 0:
+            for other in range(1, self.size):
+                for _ in range(_CLOCK_ROUNDS):
+                    self._receive(other)
+                    self._send(time.monotonic(), [other])
+            return 0.0
+        trips = []
+        for _ in range(_CLOCK_ROUNDS):
+            asked_s = time.monotonic()
+            self._send(asked_s, [0])
+            rank0_s = self._receive(0)
+            answered_s = time.monotonic()
+            trips.append((answered_s - asked_s, rank0_s - (asked_s + answered_s) / 2))
+        return float(min(trips)[1])
+
+    def abort(self, code: int = 1) -> None:
+        """End all ranks now, with this exit code. Does not return.
+
+        horovodrun ends the other ranks when one ends with an error.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def close(self) -> None:
+        """Close the connections, on every rank. The engine and the named calls must have stopped."""
+        global _opened
+        self._mesh.close()
+        if _opened is self:
+            _opened = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the job has one rank."""
+        return self.size == 1
+
+    def _send(self, value: Any, ranks: list[int]) -> None:
+        if ranks:
+            payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+            self._mesh.send(payload, ranks, self._timeout_s)
+
+    def _receive(self, rank: int) -> Any:
+        return pickle.loads(self._mesh.receive(rank, self._timeout_s))
+
+
+_opened: TcpWorld | None = None
+
+
+def started_world() -> TcpWorld | None:
+    """Return the ranks that this process has joined by TCP; None before and afterwards."""
+    return _opened
+
+
+def open_world(launch: Launch, settings: Settings) -> TcpWorld:
+    """Join the ranks that horovodrun has started. Collective.
+
+    Raises:
+        InitError: If there is no such launch, or the ranks cannot reach each other.
+    """
+    global _opened
+    if launch.launcher != "horovodrun" or launch.rank is None or launch.size is None:
+        raise InitError(
+            "The back end tcp needs `horovodrun --gloo`, whose store tells ranks where the others are. "
+            f"Received: launcher={launch.launcher!r}"
+        )
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise InitError(
+            "hvpipe does not run under horovodrun's elastic mode: start with `hvpipe run --elastic`, or "
+            "without --min-np, --max-np and --host-discovery-script. Received: HOROVOD_ELASTIC=1"
+        )
+    rank, size = launch.rank, launch.size
+    store = Rendezvous.of_launch(os.environ, f"hvpipe-{next(_number)}", settings.timeout_s)
+
+    def exchange(mine: Any) -> list[Any]:
+        """Gather on rank 0, so that the store has few requests to answer."""
+        store.put(str(rank), mine)
+        if rank == 0:
+            store.put("all", [store.get(str(other), f"Rank {other}") for other in range(size)])
+        found: list[Any] = store.get("all", "Rank 0, after all others,")
+        return found
+
+    mesh = connect_mesh(rank, exchange, settings.timeout_s)
+    _opened = TcpWorld(mesh, launch, settings.timeout_s)
+    return _opened
+
+
+def connect_mesh(rank: int, exchange: Callable[[Any], list[Any]], timeout_s: float) -> Any:
+    """Connect the ranks with each other. Collective.
+
+    Args:
+        rank: Of this process.
+        exchange: Returns the values of all ranks, in rank order.
+        timeout_s: Longest wait for another rank, in seconds.
+
+    Raises:
+        InitError: If this rank cannot listen, or ranks cannot reach each other.
+    """
+    native = import_native()
+    try:
+        listener = native.SocketListener(own_address(os.environ))
+        everyone = exchange([*listener.address, secrets.token_hex(16)])
+        return native.SocketMesh.connect(
+            listener,
+            rank=rank,
+            addresses=[(host, port) for host, port, _ in everyone],
+            token=everyone[0][2],
+            limit_s=timeout_s,
+        )
+    except InitError:
+        raise
+    except HvpipeError as error:
+        raise InitError(str(error)) from error
+
+
+def make_engine(world: Any, mesh: Any, hosts: list[int], settings: Settings) -> Any:
+    """Return the C++ engine over these connections. Collective.
+
+    Args:
+        world: Gathers objects of the ranks.
+        mesh: The connections.
+        hosts: The number of its host, by rank.
+        settings: The settings of this rank.
+    """
+    with shared_file(world, settings, hosts) as path:
+        return import_native().Engine.create_over_sockets(
+            mesh,
+            hosts=hosts,
+            shared_file=path,
+            timeout_s=settings.engine_timeout_s,
+            first_step_timeout_s=settings.engine_first_step_s,
+            segment_bytes=settings.segment_bytes or _SEGMENT_BYTES,
+            messages_in_flight=settings.messages_in_flight,
+            slot_bytes=settings.slot_bytes,
+            trace=settings.trace_path is not None,
+            stall_warn_s=settings.engine_stall_s,
+            flight_path=settings.flight_path,
+        )
+
+
+def host_name(env: Mapping[str, str]) -> str:
+    """Return the name of this host, as horovodrun knows it."""
+    return env.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+
+def own_address(env: Mapping[str, str]) -> str:
+    """Return the address at which other ranks reach this host, as a number.
+
+    It is that of the interface which horovodrun has chosen, or else of this host's name.
+
+    Raises:
+        InitError: If there is none.
+    """
+    interface, name = env.get("HOROVOD_GLOO_IFACE", ""), host_name(env)
+    try:
+        if interface:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+                request = struct.pack("256s", interface.encode()[:15])
+                return socket.inet_ntoa(fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)[20:24])
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        wanted = f"The interface {interface} (HOROVOD_GLOO_IFACE)" if interface else f"The host name {name}"
+        raise InitError(f"{wanted} should have an address for TCP. Received: {error}") from error
