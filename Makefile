@@ -126,7 +126,7 @@ mutations: setup
 
 # The part of `sanitize` that CI runs. The first time it takes 5 minutes of one core, most of them to compile.
 races: setup
-	@$(TIMED) "engine from many threads under ThreadSanitizer, as two hosts" .ci/sanitize.sh $(VENV) thread hosts
+	@$(TIMED) "engine from many threads under ThreadSanitizer, as two hosts and over TCP" .ci/sanitize.sh $(VENV) thread hosts tcp
 	@$(TIMED) "the same under AddressSanitizer and UBSan" .ci/sanitize.sh $(VENV) address driver
 
 # Not part of `test`: it builds the engine twice more and takes some 8 minutes.

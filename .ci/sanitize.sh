@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$PWD/$1 kind=$2
 shift 2
 cases=("$@")
-if [ $# = 0 ]; then [ "$kind" = thread ] && cases=(memory ring hosts) || cases=(tests/mpi/comm); fi
+if [ $# = 0 ]; then [ "$kind" = thread ] && cases=(memory ring hosts tcp) || cases=(tests/mpi/comm); fi
 export PATH=$venv/bin:$PATH
 build=build/sanitize-$kind
 mkdir -p "$build"
@@ -74,8 +74,10 @@ else
     libraries=$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=libubsan.so)
     # Python itself leaks, and the engine keeps memory on purpose that MPI may still use after an error.
     export ASAN_OPTIONS="detect_leaks=0 log_path=$PWD/$build/report" UBSAN_OPTIONS="print_stacktrace=1 log_path=$PWD/$build/report"
-    for end in "" fail; do
-        ranks 4 "$build/engine_driver" hosts $end >>"$build/log" 2>&1 || fail
+    for mode in hosts tcp; do
+        for end in "" fail; do
+            ranks 4 "$build/engine_driver" $mode $end >>"$build/log" 2>&1 || fail
+        done
     done
     ! compgen -G "$build/report*" >/dev/null || fail
     [ "${cases[*]}" != driver ] || exit 0

@@ -36,6 +36,7 @@ BLOCKED = ("horovod", "keras", "mpi4py", "tensorflow")
 IMPORTERS = (
     "distributed",
     "hvpipe.comm.engine",
+    "hvpipe.comm.tcp",
     "hvpipe.keras",
     "hvpipe.session",
     "native_build",

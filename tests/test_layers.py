@@ -39,7 +39,6 @@ LAYERS = (
 # The one place that may import each package. A name that ends in "/" is a folder.
 PLACES = {
     "keras": "keras/",
-    "horovod": "comm/horovod.py",
     "matplotlib": "trace/chart.py",
     "mpi4py": "comm/mpi.py",
     "psutil": "monitor/host_usage.py",

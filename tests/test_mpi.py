@@ -71,7 +71,6 @@ OF_BITS = (
 OTHER_THAN_BITS = tuple(name for name in OTHER_KERAS if name not in OF_BITS)
 ON_ONE = (*OTHER_KERAS, *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")))
 COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
-CALLS = (*COLLECTIVES, "mpi/comm/test_messages.py")
 # These cases mostly wait for deadlines, so not every suite runs them.
 ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
 WITHOUT_ERRORS = tuple(
@@ -114,7 +113,13 @@ SUITES = (
     Suite("comm", WITHOUT_DEVICES, (4,)),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
     # As under `horovodrun --gloo`.
-    Suite("comm over tcp", WITHOUT_ERRORS, (3,), env={**OVER_TCP, **TWO_TO_A_HOST}),
+    Suite(
+        "comm over tcp",
+        (*WITHOUT_DEVICES, "mpi/comm/test_engine_errors.py"),
+        (3,),
+        env={**OVER_TCP, **TWO_TO_A_HOST},
+    ),
+    Suite("collectives over tcp", (f"{KERAS}/collectives",), (3,), env={**OVER_TCP, **UNOPTIMIZED}),
     # Every message travels in many pieces.
     Suite("comm tiny pieces", COLLECTIVES, (2,), env={**TWO_TO_A_HOST, **TINY}),
     # Three ranks prove these on another MPI than the rest: `make mpich`.

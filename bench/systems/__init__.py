@@ -62,7 +62,7 @@ def _horovod(name: str, title: str, environment: dict[str, str], note: str) -> S
 
 
 def _by_gloo(system: System, name: str) -> System:
-    """Return the system as `horovodrun --gloo` starts it, where Horovod's operations send for hvpipe, too."""
+    """Return the system as `horovodrun --gloo` starts it, where hvpipe sends by TCP of its own."""
     return replace(
         system,
         name=name,
@@ -161,7 +161,6 @@ _ALL = (
     _by_gloo(_HOROVOD, "horovod-gloo"),
     *_BY_OVERLAP.values(),
     *(_by_gloo(_BY_OVERLAP[overlap], f"hvpipe-gloo-{overlap}") for overlap in ("none", "step")),
-    *(replace(_BY_OVERLAP[o], name=f"hvpipe-xsock-{o}", title=f"xsock {o}", environment={"XSOCK": "1", "HOROVOD_GLOO_IFACE": "eth0"}) for o in ("none", "backward", "step")),
     _hvpipe("stale", "stale", {"overlap": "stale"}, exact=False),
     *(
         _hvpipe(name, f"step, {compression}", {"overlap": "step", "compression": compression}, exact=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,7 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 _SLURM_PMI = ("PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
 _PMIX = ("PMIX_RANK", "", "", "")
 _GLOO = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+_GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 
 
@@ -87,6 +89,47 @@ def discover(environ: Mapping[str, str] | None = None) -> Launch:
 def started_with_gloo(env: Mapping[str, str]) -> bool:
     """Return whether `horovodrun --gloo` started this process."""
     return _GLOO in env
+
+
+@dataclass(frozen=True)
+class Horovodrun:
+    """What `horovodrun --gloo` tells a rank beside its number.
+
+    Args:
+        store_host: Where the store of keys and values runs, in which ranks find each other.
+        store_port: Its port.
+        host: The name of this rank's host, as horovodrun knows it.
+        interface: The network interface that all hosts share; "": it is not known.
+        elastic: Whether ranks may come and go.
+    """
+
+    store_host: str
+    store_port: int
+    host: str
+    interface: str
+    elastic: bool
+
+
+def horovodrun(environ: Mapping[str, str] | None = None) -> Horovodrun:
+    """Return what the horovodrun that started this process says.
+
+    Args:
+        environ: The environment to read; None for this process's own.
+
+    Raises:
+        InitError: If it does not say where its store is.
+    """
+    env = os.environ if environ is None else environ
+    host, port = env.get(_GLOO, ""), env.get(_GLOO_PORT, "")
+    if not host or not port.isdecimal():
+        raise InitError(
+            f"horovodrun should say where its ranks meet, in {_GLOO} and {_GLOO_PORT}. "
+            f"Received: {host!r}, {port!r}"
+        )
+    name = env.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    return Horovodrun(
+        host, int(port), name, env.get("HOROVOD_GLOO_IFACE", ""), env.get("HOROVOD_ELASTIC") == "1"
+    )
 
 
 def prepare_open_mpi() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,21 +30,6 @@ class Rendezvous:
     port: int
     scope: str
     limit_s: float
-
-    @classmethod
-    def of_launch(cls, env: Mapping[str, str], scope: str, limit_s: float) -> Rendezvous:
-        """Return the store of the horovodrun that has started this process.
-
-        Raises:
-            InitError: If horovodrun does not say where it is.
-        """
-        host, port = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""), env.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
-        if not host or not port.isdecimal():
-            raise InitError(
-                "horovodrun should say where its ranks meet: HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT. "
-                f"Received: {host!r}, {port!r}"
-            )
-        return cls(host, int(port), scope, limit_s)
 
     def put(self, key: str, value: Any) -> None:
         """Store a value, which must be JSON.

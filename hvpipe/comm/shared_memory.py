@@ -85,7 +85,9 @@ def shared_file(world: World, settings: Settings, hosts: list[int]) -> Iterator[
     path, why = "", ""
     if first == world.rank:
         try:
-            path = _make_file(import_native().shared_file_bytes(settings.slot_bytes, hosts.count(hosts[first])))
+            path = _make_file(
+                import_native().shared_file_bytes(settings.slot_bytes, hosts.count(hosts[first]))
+            )
         except OSError as error:
             why = f"{world.host}: {error}"
     try:

@@ -11,10 +11,10 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from hvpipe.comm.discover import Launch
+from hvpipe.comm.discover import Launch, horovodrun
 from hvpipe.comm.native import import_native
 from hvpipe.comm.rendezvous import Rendezvous
 from hvpipe.comm.settings import Settings
@@ -35,18 +35,20 @@ class TcpWorld:
     Args:
         mesh: The connections, `hvpipe._engine.SocketMesh`.
         launch: This rank and its numbers.
+        host: The name of this host. Ranks with the same one share memory.
         timeout_s: Longest wait for another rank, in seconds.
     """
 
-    def __init__(self, mesh: Any, launch: Launch, timeout_s: float) -> None:
-        assert launch.rank is not None and launch.size is not None
+    def __init__(self, mesh: Any, launch: Launch, host: str, timeout_s: float) -> None:
+        assert launch.rank is not None
+        assert launch.size is not None
         self._mesh = mesh
         self._timeout_s = timeout_s
         self.rank: int = launch.rank
         self.size: int = launch.size
         self.local_rank: int = launch.local_rank or 0
         self.local_size: int = launch.local_size or 1
-        self.host: str = host_name(os.environ)
+        self.host = host
         self.library_version = "TCP"
 
     def make_engine(self, settings: Settings) -> Any:
@@ -158,13 +160,14 @@ def open_world(launch: Launch, settings: Settings) -> TcpWorld:
             "The back end tcp needs `horovodrun --gloo`, whose store tells ranks where the others are. "
             f"Received: launcher={launch.launcher!r}"
         )
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+    told = horovodrun()
+    if told.elastic:
         raise InitError(
             "hvpipe does not run under horovodrun's elastic mode: start with `hvpipe run --elastic`, or "
             "without --min-np, --max-np and --host-discovery-script. Received: HOROVOD_ELASTIC=1"
         )
     rank, size = launch.rank, launch.size
-    store = Rendezvous.of_launch(os.environ, f"hvpipe-{next(_number)}", settings.timeout_s)
+    store = Rendezvous(told.store_host, told.store_port, f"hvpipe-{next(_number)}", settings.timeout_s)
 
     def exchange(mine: Any) -> list[Any]:
         """Gather on rank 0, so that the store has few requests to answer."""
@@ -174,16 +177,17 @@ def open_world(launch: Launch, settings: Settings) -> TcpWorld:
         found: list[Any] = store.get("all", "Rank 0, after all others,")
         return found
 
-    mesh = connect_mesh(rank, exchange, settings.timeout_s)
-    _opened = TcpWorld(mesh, launch, settings.timeout_s)
+    mesh = connect_mesh(rank, own_address(told.host, told.interface), exchange, settings.timeout_s)
+    _opened = TcpWorld(mesh, launch, told.host, settings.timeout_s)
     return _opened
 
 
-def connect_mesh(rank: int, exchange: Callable[[Any], list[Any]], timeout_s: float) -> Any:
+def connect_mesh(rank: int, address: str, exchange: Callable[[Any], list[Any]], timeout_s: float) -> Any:
     """Connect the ranks with each other. Collective.
 
     Args:
         rank: Of this process.
+        address: Where others reach this host, as a number.
         exchange: Returns the values of all ranks, in rank order.
         timeout_s: Longest wait for another rank, in seconds.
 
@@ -192,7 +196,7 @@ def connect_mesh(rank: int, exchange: Callable[[Any], list[Any]], timeout_s: flo
     """
     native = import_native()
     try:
-        listener = native.SocketListener(own_address(os.environ))
+        listener = native.SocketListener(address)
         everyone = exchange([*listener.address, secrets.token_hex(16)])
         return native.SocketMesh.connect(
             listener,
@@ -201,8 +205,6 @@ def connect_mesh(rank: int, exchange: Callable[[Any], list[Any]], timeout_s: flo
             token=everyone[0][2],
             limit_s=timeout_s,
         )
-    except InitError:
-        raise
     except HvpipeError as error:
         raise InitError(str(error)) from error
 
@@ -232,26 +234,22 @@ def make_engine(world: Any, mesh: Any, hosts: list[int], settings: Settings) -> 
         )
 
 
-def host_name(env: Mapping[str, str]) -> str:
-    """Return the name of this host, as horovodrun knows it."""
-    return env.get("HOROVOD_HOSTNAME") or socket.gethostname()
-
-
-def own_address(env: Mapping[str, str]) -> str:
+def own_address(host: str, interface: str = "") -> str:
     """Return the address at which other ranks reach this host, as a number.
 
-    It is that of the interface which horovodrun has chosen, or else of this host's name.
+    Args:
+        host: The name of this host.
+        interface: The network interface to use; "": the one that belongs to the name.
 
     Raises:
         InitError: If there is none.
     """
-    interface, name = env.get("HOROVOD_GLOO_IFACE", ""), host_name(env)
     try:
         if interface:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
                 request = struct.pack("256s", interface.encode()[:15])
                 return socket.inet_ntoa(fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)[20:24])
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        wanted = f"The interface {interface} (HOROVOD_GLOO_IFACE)" if interface else f"The host name {name}"
+        wanted = f"The network interface {interface}" if interface else f"The host name {host}"
         raise InitError(f"{wanted} should have an address for TCP. Received: {error}") from error

@@ -9,28 +9,9 @@ import pytest
 from hvpipe.comm.settings import Settings, live_folder, settings
 from hvpipe.errors import HvpipeError
 
-GLOO = {
-    "HOROVOD_RANK": "3",
-    "HOROVOD_SIZE": "4",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_LOCAL_SIZE": "2",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
-}
-
-
-@pytest.mark.parametrize(
-    ("environ", "horovods_own"),
-    [(GLOO, True), ({"HVPIPE_BACKEND": "horovod"}, True), ({**GLOO, "HVPIPE_BACKEND": "mpi"}, False)],
-)
-def test_horovods_variables_are_its_own_where_it_runs(environ: dict[str, str], horovods_own: bool) -> None:
-    asked = {**environ, "HOROVOD_TIMELINE": "t.json", "HOROVOD_CYCLE_TIME": "2"}
-    found = settings(asked)
-    assert found.trace_path == (None if horovods_own else "t.json")
-    assert found.without_effect == (() if horovods_own else ("HOROVOD_CYCLE_TIME",))
-
 
 def test_an_unknown_back_end_is_named() -> None:
-    with pytest.raises(HvpipeError, match=r"HVPIPE_BACKEND should be mpi or horovod.*'gloo'"):
+    with pytest.raises(HvpipeError, match=r"HVPIPE_BACKEND should be mpi or tcp.*'gloo'"):
         settings({"HVPIPE_BACKEND": "gloo"})
 
 

@@ -1,4 +1,4 @@
-"""Sessions of an MPI job over TCP, as under `horovodrun --gloo`. MPI tells the ranks where the others listen."""
+"""Sessions of an MPI job over TCP, as under `horovodrun --gloo`. MPI tells ranks where the others listen."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import hvpipe.session
 from hvpipe.comm import mpi
 from hvpipe.comm.discover import Launch
 from hvpipe.comm.settings import Settings
-from hvpipe.comm.tcp import TcpWorld, connect_mesh
+from hvpipe.comm.tcp import TcpWorld, connect_mesh, own_address
 
 
 def _open_world(launch: Launch, settings: Settings) -> TcpWorld:
     ranks = mpi.open_world(launch, settings.timeout_s)
     numbers = Launch("horovodrun", ranks.rank, ranks.size, ranks.local_rank, ranks.local_size)
-    mesh = connect_mesh(ranks.rank, ranks.allgather_object, settings.timeout_s)
+    mesh = connect_mesh(ranks.rank, own_address(ranks.host), ranks.allgather_object, settings.timeout_s)
     ranks.close()
-    return TcpWorld(mesh, numbers, settings.timeout_s)
+    return TcpWorld(mesh, numbers, ranks.host, settings.timeout_s)
 
 
 def use_tcp_if_asked() -> None:

@@ -12,7 +12,6 @@ import hvpipe
 from devices import Libraries, OnDevice
 from distributed import rank_in_environment
 from hvpipe.comm.engine import Engine
-from hvpipe.comm.native import import_native
 from hvpipe.session import current
 from in_step import InStep
 from native_build import build

@@ -1,9 +1,9 @@
 // Runs an engine from many threads at once, under mpirun: for a thread sanitizer.
 //
-//   engine_driver memory|ring|hosts [fail]
+//   engine_driver memory|ring|hosts|tcp [fail]
 //
-// `hosts` pretends that two ranks share a host. `fail` ends the engine in the middle of a step. In one step rank
-// 1 is so late that the watchdog reports it.
+// `hosts` pretends that two ranks share a host. `tcp` uses MPI only to tell ranks where the others listen.
+// `fail` ends the engine in the middle of a step. In one step rank 1 is so late that the watchdog reports it.
 #include <mpi.h>
 
 #include <atomic>
@@ -15,9 +15,12 @@
 #include <thread>
 #include <vector>
 
-#include "core/connection.h"
 #include "core/engine.h"
+#include "core/mpi_network.h"
+#include "core/socket_network.h"
+#include "named/mpi_links.h"
 #include "named/named_calls.h"
+#include "named/socket_links.h"
 
 namespace {
 
@@ -70,7 +73,8 @@ void RunMessages(Engine& engine) {
     Ended left, arrived;
     const auto received =
         engine.messenger().Receive(from, 3, kCount * sizeof(float), "message", arrived.done());
-    engine.messenger().Send((rank + 1) % size, 3, sent.data(), kCount * sizeof(float), "message", left.done());
+    engine.messenger().Send((rank + 1) % size, 3, sent.data(), kCount * sizeof(float), "message",
+                            left.done());
     arrived.Wait();
     left.Wait();
     Expect(static_cast<const float*>(received->data())[kCount - 1], from + i, "a message");
@@ -119,8 +123,8 @@ void RunSteps(Engine& engine, bool fails) {
   const int rank = engine.topology().rank, size = engine.topology().size;
   std::vector<hvpipe::BucketLayout> layouts;
   for (int bucket = 0; bucket < kBuckets; ++bucket) {
-    layouts.emplace_back("bucket " + std::to_string(bucket), hvpipe::DType::kFloat32,
-                         hvpipe::DType::kFloat32, std::vector<std::size_t>{kCount}, bucket);
+    layouts.emplace_back("bucket " + std::to_string(bucket), hvpipe::DType::kFloat32, hvpipe::DType::kFloat32,
+                         std::vector<std::size_t>{kCount}, bucket);
   }
   layouts.emplace_back("codes", hvpipe::DType::kInt8, hvpipe::DType::kInt8, std::vector<std::size_t>{kCount},
                        kBuckets);
@@ -148,10 +152,29 @@ void RunSteps(Engine& engine, bool fails) {
   engine.buckets().RemovePlan(plan);
 }
 
-void Run(const hvpipe::EngineOptions& options, bool fails) {
-  const auto owned = std::make_shared<Engine>(hvpipe::OverMpi(MPI_COMM_WORLD), options);
+std::shared_ptr<hvpipe::SocketMesh> Mesh() {
+  int rank = 0, size = 1;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  const hvpipe::SocketListener listener("127.0.0.1");
+  std::vector<int> ports(static_cast<std::size_t>(size));
+  MPI_Allgather(&listener.address().port, 1, MPI_INT, ports.data(), 1, MPI_INT, MPI_COMM_WORLD);
+  std::vector<hvpipe::SocketAddress> addresses;
+  for (const int port : ports) addresses.push_back({"127.0.0.1", port});
+  return std::make_shared<hvpipe::SocketMesh>(
+      hvpipe::ConnectSockets(listener, rank, addresses, "engine_driver", 60));
+}
+
+void Run(const hvpipe::EngineOptions& options, bool tcp, bool fails) {
+  const auto mesh = tcp ? Mesh() : nullptr;
+  std::vector<int> hosts(tcp ? static_cast<std::size_t>(mesh->size()) : 0);
+  const auto owned = std::make_shared<Engine>(
+      tcp ? hvpipe::OverSockets(mesh, {hosts, ""}) : hvpipe::OverMpi(MPI_COMM_WORLD), options);
   Engine& engine = *owned;
-  const auto service = std::make_shared<hvpipe::named::NamedCalls>(MPI_COMM_WORLD, options.timeout_s);
+  const auto service = std::make_shared<hvpipe::named::NamedCalls>(
+      tcp ? hvpipe::named::MakeSocketLinks(mesh, options.timeout_s)
+          : hvpipe::named::MakeMpiLinks(MPI_COMM_WORLD),
+      options.timeout_s);
   service->WatchWith(owned, kStallS, "");
   std::atomic<bool> stop{false};
   std::thread sampler([&] {
@@ -185,6 +208,7 @@ void Run(const hvpipe::EngineOptions& options, bool fails) {
   stop = true;
   sampler.join();
   engine.Stop();
+  if (mesh) mesh->Close(2);
   if (error != (fails ? "the end of the test" : "")) throw Error(error);
 }
 
@@ -201,7 +225,7 @@ int main(int argc, char** argv) {
   options.shared_memory = mode != "ring";
   options.ranks_per_host = mode == "hosts" ? 2 : 0;
   try {
-    Run(options, argc > 2 && std::strcmp(argv[2], "fail") == 0);
+    Run(options, mode == "tcp", argc > 2 && std::strcmp(argv[2], "fail") == 0);
   } catch (const std::exception& error) {
     std::printf("rank %d: %s\n", rank, error.what());
     std::fflush(stdout);

@@ -1,0 +1,255 @@
+"""Ranks over TCP, each on a thread. tests/test_mpi.py runs the cases of mpi/ over TCP, too."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvpipe.comm import tcp
+from hvpipe.comm.discover import Launch
+from hvpipe.comm.rendezvous import Rendezvous
+from hvpipe.comm.settings import Settings
+from hvpipe.comm.shared_memory import shared_file
+from hvpipe.comm.tcp import TcpWorld, connect_mesh, own_address
+from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
+
+LIMIT_S = 20.0
+
+
+class Store(http.server.BaseHTTPRequestHandler):
+    """Answers as horovodrun's store does."""
+
+    values: dict[str, bytes]
+
+    def do_GET(self) -> None:
+        value = self.values.get(self.path)
+        self._answer(404 if value is None else 200, value or b"")
+
+    def do_PUT(self) -> None:
+        self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200, b"")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def store() -> Iterator[tuple[str, int]]:
+    """Return the host and the port of a store."""
+    Store.values = {}
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield "127.0.0.1", server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+class Together:
+    """Exchanges values between threads."""
+
+    def __init__(self, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=LIMIT_S)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        return list(self._values)
+
+
+def on_ranks(size: int, act: Callable[[TcpWorld], Any], timeout_s: float = LIMIT_S) -> list[Any]:
+    """Run `act` with the world of each rank, on a thread for each. Return what they return, by rank."""
+    together = Together(size)
+
+    def run(rank: int) -> Any:
+        mesh = connect_mesh(rank, "127.0.0.1", lambda mine: together.exchange(rank, mine), LIMIT_S)
+        world = TcpWorld(mesh, Launch("horovodrun", rank, size, rank, size), "here", timeout_s)
+        try:
+            return act(world)
+        finally:
+            world.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        return [each.result(timeout=60) for each in [threads.submit(run, rank) for rank in range(size)]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_objects_travel(size: int) -> None:
+    large = b"x" * 3_000_000  # more than the kernel holds
+
+    def act(world: TcpWorld) -> None:
+        everyone = world.allgather_object({"rank": world.rank})
+        assert everyone == [{"rank": rank} for rank in range(size)]
+        gathered = world.gather_object(world.rank)
+        assert gathered == (list(range(size)) if world.rank == 0 else None)
+        for root in range(size):
+            assert world.broadcast_object((root, large) if world.rank == root else None, root) == (
+                root,
+                large,
+            )
+        world.barrier()
+        assert abs(world.clock_offset_s()) < 1.0
+
+    on_ranks(size, act)
+
+
+def test_a_root_must_be_a_rank() -> None:
+    with pytest.raises(HvpipeError, match=r"root should be a rank, 0 to 0. Received: root=1"):
+        on_ranks(1, lambda world: world.broadcast_object(None, 1))
+
+
+def test_a_rank_that_takes_no_part_is_waited_for_until_the_deadline() -> None:
+    def act(world: TcpWorld) -> str:
+        if world.rank == 1:
+            time.sleep(1.0)  # keeps its connection meanwhile
+            return ""
+        with pytest.raises(DeadlineError) as error:
+            world.allgather_object(None)
+        return str(error.value)
+
+    assert "Waited for the object of rank 1" in on_ranks(2, act, timeout_s=0.3)[0]
+
+
+def test_a_rank_that_has_ended_is_named() -> None:
+    def act(world: TcpWorld) -> str:
+        if world.rank == 1:
+            return ""
+        with pytest.raises(PeerError) as error:
+            world.allgather_object(None)
+        return str(error.value)
+
+    assert "The connection to rank 1 has ended" in on_ranks(2, act)[0]
+
+
+def test_strangers_are_not_let_in() -> None:
+    """One says nothing, another one says what a rank of another job would."""
+    together, calls = Together(2), []
+
+    def exchange(rank: int, mine: Any) -> list[Any]:
+        found = together.exchange(rank, mine)
+        if rank == 1:
+            time.sleep(0.3)  # so that the strangers come first
+            return found
+        for text in (b"", b"hvpipe1\0" + bytes(300)):
+            calls.append(socket.create_connection((found[0][0], found[0][1]), timeout=5))
+            calls[-1].sendall(text)
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        meshes = list(
+            threads.map(
+                lambda rank: connect_mesh(rank, "127.0.0.1", lambda m: exchange(rank, m), 15.0), (0, 1)
+            )
+        )
+        threads.submit(meshes[0].send, b"text", [1], 5.0)
+        assert meshes[1].receive(0, 5.0) == b"text"
+        list(threads.map(lambda mesh: mesh.close(), meshes))
+    for call in calls:
+        call.close()
+
+
+def test_a_rank_that_cannot_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    nobody = ["127.0.0.1", port, "token"]
+    with pytest.raises(InitError, match=rf"reach rank 0 at 127.0.0.1, port {port}.*Connection refused"):
+        connect_mesh(1, "127.0.0.1", lambda mine: [nobody, mine], 5.0)
+    with pytest.raises(InitError, match=r"Rank 1 should reach rank 0 .*Received: no call within 1 s"):
+        connect_mesh(0, "127.0.0.1", lambda mine: [mine, nobody], 1.0)
+
+
+def test_addresses() -> None:
+    assert own_address("localhost", "lo") == "127.0.0.1"
+    with pytest.raises(InitError, match="The network interface nothing7 should have an address"):
+        own_address("localhost", "nothing7")
+    with pytest.raises(InitError, match=r"The host name no\.such\.host\.invalid should have an address"):
+        own_address("no.such.host.invalid")
+    with pytest.raises(InitError, match=r"should be able to listen at its address. Received: 192.0.2.1"):
+        connect_mesh(0, "192.0.2.1", lambda mine: [mine], 1.0)  # of nobody: RFC 5737
+    with pytest.raises(InitError, match=r"should be an IPv4 or IPv6 number. Received: localhost"):
+        connect_mesh(0, "localhost", lambda mine: [mine], 1.0)
+
+
+def test_the_store_of_horovodrun(store: tuple[str, int]) -> None:
+    first, second = (Rendezvous(*store, scope, 0.3) for scope in ("a", "b"))
+    first.put("key", [1, "two"])
+    assert first.get("key", "Rank 0") == [1, "two"]
+    with pytest.raises(InitError, match=r"Rank 0 should call hvpipe.init\(\) within 0.3 s"):
+        second.get("key", "Rank 0")
+
+
+def test_a_store_that_is_gone() -> None:
+    with pytest.raises(InitError, match=r"should answer at 127.0.0.1, port 9: .*ConnectionRefusedError"):
+        Rendezvous("127.0.0.1", 9, "a", 1.0).put("key", 1)
+
+
+def test_ranks_join_by_the_store(store: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, because a process may call init() again."""
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", store[0])
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(store[1]))
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
+    monkeypatch.setattr(tcp, "_number", iter([0, 0, 0, 1, 1, 1]))
+
+    def join(rank: int) -> list[Any]:
+        world = tcp.open_world(Launch("horovodrun", rank, 3, rank, 3), Settings(timeout_s=LIMIT_S))
+        everyone = world.allgather_object(rank)
+        world.close()
+        return everyone
+
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(2):
+            assert list(threads.map(join, range(3))) == [[0, 1, 2]] * 3
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(InitError, match="does not run under horovodrun's elastic mode"):
+        join(0)
+    with pytest.raises(InitError, match="The back end tcp needs `horovodrun --gloo`"):
+        tcp.open_world(Launch("mpirun", 0, 2, 0, 2), Settings())
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "nine")
+    with pytest.raises(InitError, match=r"should say where its ranks meet, .* Received: '127.0.0.1', 'nine'"):
+        join(0)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 2], [0, 1, 2]])
+def test_ranks_of_a_host_share_a_file(hosts: list[int]) -> None:
+    def act(world: TcpWorld) -> str:
+        with shared_file(world, Settings(), hosts) as path:
+            assert not path or Path(path).stat().st_size > 0
+            return path
+
+    paths = on_ranks(3, act)
+    assert not any(Path(path).exists() for path in paths if path)
+    if hosts == [0, 1, 2]:
+        assert paths == [""] * 3
+    else:
+        assert paths[0] == paths[1] != paths[2]
+
+
+def test_ranks_that_cannot_share_a_file_use_the_ring(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(size_bytes: int) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hvpipe.comm.shared_memory._make_file", full)
+
+    def act(world: TcpWorld) -> str:
+        with shared_file(world, Settings(), [0, 0]) as path:
+            return path
+
+    assert on_ranks(2, act) == ["", ""]
+    assert "all ranks use the ring instead of shared memory" in caplog.text
+    assert "No space left on device" in caplog.text
