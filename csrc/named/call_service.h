@@ -1,5 +1,4 @@
-// What runs collectives that ranks call by name: hvpipe itself (named_calls.h) or another library
-// (queued_calls.h).
+// What runs collectives that ranks call by name, as its callers see it. NamedCalls (named_calls.h) is one.
 #pragma once
 
 #include <functional>
@@ -26,10 +25,8 @@ class CallService {
   // Start a call; its `done` tells how it ended. Does not wait.
   virtual void Submit(Call call) = 0;
   // Let this watchdog know of calls that wait longer than `warn_s`, and end the process with EndProcess if
-  // MPI holds the service's thread for too long. Before the first call; by default, the library that runs the
-  // calls reports them itself.
-  virtual void WatchWith(const std::shared_ptr<Engine>& /*engine*/, double /*warn_s*/,
-                         const std::string& /*sign*/) {}
+  // MPI holds the service's thread for too long. Before the first call.
+  virtual void WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign) = 0;
   // Submit and wait; returns the response or throws CallError. `interrupt` is called some 20 times a second
   // and may throw.
   Response Run(Call call, const std::function<void()>& interrupt);

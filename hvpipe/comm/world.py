@@ -38,7 +38,7 @@ class StartedWorld(Protocol):
 
 
 class World(Protocol):
-    """The ranks of one run; owns its communicators and frees them in `close`.
+    """The ranks of one run; owns what connects them and frees it in `close`.
 
     All ranks call the collective methods (`allgather_object`, `gather_object`, `broadcast_object`, `barrier`,
     `clock_offset_s`) in the same order, from one thread at a time.
@@ -93,7 +93,7 @@ class World(Protocol):
         """End all ranks now, with this exit code. Does not return."""
 
     def close(self) -> None:
-        """Free the communicators. Another call does nothing."""
+        """Free what connects the ranks. Another call does nothing."""
 
 
 class SingleWorld:
