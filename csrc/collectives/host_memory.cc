@@ -52,11 +52,10 @@ FileHostMemory::FileHostMemory(const std::string& path, std::size_t offset, int 
                                std::size_t bytes) {
   CheckRanks(size);
   rank_ = rank;
-  mapped_bytes_ = static_cast<std::size_t>(size) * bytes;
+  // From its start, because an offset must be a multiple of the system's page size.
+  mapped_bytes_ = offset + static_cast<std::size_t>(size) * bytes;
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  mapped_ = file < 0 ? MAP_FAILED
-                     : mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file,
-                            static_cast<off_t>(offset));
+  mapped_ = file < 0 ? MAP_FAILED : mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   const int why = errno;
   if (file >= 0) close(file);
   if (mapped_ == MAP_FAILED) {
@@ -64,7 +63,7 @@ FileHostMemory::FileHostMemory(const std::string& path, std::size_t offset, int 
                 ". Set HVPIPE_SHARED_MEMORY=0 to do without. Received: " + std::strerror(why));
   }
   for (int peer = 0; peer < size; ++peer)
-    sections_.push_back(static_cast<char*>(mapped_) + static_cast<std::size_t>(peer) * bytes);
+    sections_.push_back(static_cast<char*>(mapped_) + offset + static_cast<std::size_t>(peer) * bytes);
 }
 
 void FileHostMemory::Free() { munmap(mapped_, mapped_bytes_); }

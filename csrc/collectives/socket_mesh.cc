@@ -111,13 +111,9 @@ Ticket SocketMesh::Receive(void* data, std::size_t bytes, int peer, Channel chan
   }
   Arrival& oldest = arrived->second.front();
   if (oldest.complete) {
-    const Arrival message = TakeFirst(connection.arrived, arrived);
-    CheckFits(message.header, posted, peer);
-    if (message.header.bytes > 0) std::memcpy(posted.data, message.data.get(), message.header.bytes);
-    Deliver(connection, message.header, posted.ticket);
+    Deliver(connection, TakeFirst(connection.arrived, arrived), posted);
     Write(connection);
   } else {
-    CheckFits(oldest.header, posted, peer);
     oldest.receive = posted;
   }
   return posted.ticket;
@@ -129,7 +125,11 @@ bool SocketMesh::Test(Ticket ticket) {
   if (done == 0) return false;
   done = 0;
   free_.push_back(ticket);
-  return true;
+  const auto misfit = misfits_.find(ticket);
+  if (misfit == misfits_.end()) return true;
+  const Error error(misfit->second, ErrorKind::kMismatch);
+  misfits_.erase(misfit);
+  throw error;
 }
 
 bool SocketMesh::Probe(int peer, Channel channel, int tag) {
@@ -144,8 +144,10 @@ void SocketMesh::Poll() {
   PollLocked();
   for (int peer = 0; peer < size(); ++peer) {
     const Connection& connection = At(peer);
-    const bool needed =
-        !connection.posted.empty() || !connection.outgoing.empty() || !connection.unconfirmed.empty();
+    const Incoming& in = connection.incoming;
+    const bool expected = in.arrival == nullptr ? in.ticket != kNoTicket : in.arrival->receive.has_value();
+    const bool needed = expected || !connection.posted.empty() || !connection.outgoing.empty() ||
+                        !connection.unconfirmed.empty();
     if (needed) CheckConnected(peer);
   }
 }
@@ -200,6 +202,7 @@ void SocketMesh::Read(Connection& connection) {
       continue;
     }
     const std::size_t ours = std::min(count, in.header.bytes - in.bytes);
+    moved_[in.header.channel] += ours;
     in.bytes += ours;
     if (in.bytes < in.header.bytes) continue;
     const Header next = in.next;
@@ -223,25 +226,28 @@ bool SocketMesh::Match(Connection& connection) {
   const auto posted = connection.posted.find(key);
   if (posted != connection.posted.end()) {
     const Posted receive = TakeFirst(connection.posted, posted);
-    CheckFits(header, receive, static_cast<int>(&connection - connections_.data()));
-    if (receive.data == nullptr && header.bytes > 0) in.dropped = std::make_unique<char[]>(header.bytes);
+    // Any thread may poll, so the error is for the one that tests the ticket.
+    const std::string misfit = Misfit(header, receive, static_cast<int>(&connection - connections_.data()));
+    if (!misfit.empty()) misfits_[receive.ticket] = misfit;
+    const bool dropped = !misfit.empty() || receive.data == nullptr;
+    if (dropped && header.bytes > 0) in.dropped = std::make_unique<char[]>(header.bytes);
     in.target = in.dropped ? in.dropped.get() : receive.data;
     in.ticket = receive.ticket;
     return true;
   }
   if (header.bytes > kLeaveInKernelBytes && !in.left_once) return false;
+  Arrival arrival{std::make_unique<char[]>(header.bytes), header};
   auto& arrived = connection.arrived[key];
-  arrived.push_back({std::make_unique<char[]>(header.bytes), header});
+  arrived.push_back(std::move(arrival));
   in.arrival = &arrived.back();
   in.target = in.arrival->data.get();
   return true;
 }
 
-void SocketMesh::CheckFits(const Header& header, const Posted& receive, int peer) {
-  if (header.bytes <= receive.bytes) return;
-  throw Error("A message from rank " + std::to_string(peer) + " should have at most " +
-                  std::to_string(receive.bytes) + " bytes. Received: " + std::to_string(header.bytes),
-              ErrorKind::kMismatch);
+std::string SocketMesh::Misfit(const Header& header, const Posted& receive, int peer) {
+  if (header.bytes <= receive.bytes) return "";
+  return "A message from rank " + std::to_string(peer) + " should have at most " +
+         std::to_string(receive.bytes) + " bytes. Received: " + std::to_string(header.bytes);
 }
 
 void SocketMesh::FinishMessage(Connection& connection) {
@@ -252,9 +258,18 @@ void SocketMesh::FinishMessage(Connection& connection) {
   if (!in.arrival->receive) return;
   const auto at = connection.arrived.find({in.header.channel, in.header.tag});
   const Arrival message = TakeFirst(connection.arrived, at);
-  if (message.receive->data != nullptr)
-    std::memcpy(message.receive->data, message.data.get(), message.header.bytes);
-  Deliver(connection, message.header, message.receive->ticket);
+  Deliver(connection, message, *message.receive);
+}
+
+void SocketMesh::Deliver(Connection& connection, const Arrival& message, const Posted& receive) {
+  const auto peer = static_cast<int>(&connection - connections_.data());
+  const std::string misfit = Misfit(message.header, receive, peer);
+  if (!misfit.empty()) {
+    misfits_[receive.ticket] = misfit;
+  } else if (receive.data != nullptr && message.header.bytes > 0) {
+    std::memcpy(receive.data, message.data.get(), message.header.bytes);
+  }
+  Deliver(connection, message.header, receive.ticket);
 }
 
 void SocketMesh::End(Ticket ticket) {
@@ -292,12 +307,18 @@ void SocketMesh::Write(Connection& connection) {
     const ssize_t sent = sendmsg(connection.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS)) return;
-    if (sent < 0) return Lose(connection, std::strerror(errno));
+    if (sent < 0) {
+      const std::string why = std::strerror(errno);
+      Read(connection);  // what the other end has sent before
+      if (connection.ended.empty()) Lose(connection, why);
+      return;
+    }
     for (auto left = static_cast<std::size_t>(sent); left > 0;) {
       Outgoing& first = outgoing.front();
       const std::size_t rest = sizeof(Header) + first.header.bytes - first.written;
       const std::size_t part = std::min(left, rest);
       first.written += part;
+      moved_[first.header.channel] += part;
       left -= part;
       if (part < rest) break;
       if (first.header.kind == Kind::kData) End(first.ticket);
@@ -386,11 +407,27 @@ std::optional<TextMessage> SocketMesh::TakeTextLocked(int peer, Channel channel,
   return TextMessage{peer, found, std::string(message.data.get(), message.header.bytes)};
 }
 
-bool SocketMesh::AllWritten() {
+bool SocketMesh::AllWritten(Channel channel) {
   const std::lock_guard<std::mutex> lock(mutex_);
   PollLocked();
-  return std::all_of(connections_.begin(), connections_.end(),
-                     [](const Connection& c) { return c.outgoing.empty() || !c.ended.empty(); });
+  const auto waits = [&](const Outgoing& one) { return one.header.channel == channel; };
+  return std::none_of(connections_.begin(), connections_.end(), [&](const Connection& c) {
+    return c.ended.empty() && std::any_of(c.outgoing.begin(), c.outgoing.end(), waits);
+  });
+}
+
+std::uint64_t SocketMesh::Moved(Channel channel) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return moved_[channel];
+}
+
+std::vector<int> SocketMesh::Lost() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<int> ranks;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (!At(peer).ended.empty()) ranks.push_back(peer);
+  }
+  return ranks;
 }
 
 // A socket that is closed with data to read resets its connection, and the other end may lose what it has not

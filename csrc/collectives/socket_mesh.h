@@ -20,8 +20,8 @@
 namespace hvpipe {
 
 // One connection for each pair of ranks. A message has a header with its channel and its tag, and goes to the
-// oldest receive of the same ones. A message without one is left in the kernel for a pass, if it is large:
-// then the receive is usually there, and saves a copy.
+// oldest receive of the same ones. A large message without one is left in the kernel until the next call of
+// Poll: then the receive is usually there, and saves a copy.
 //
 // Threads: any thread may call; mutex_ guards everything.
 class SocketMesh {
@@ -59,8 +59,12 @@ class SocketMesh {
   std::optional<TextMessage> TakeText(Channel channel, std::optional<int> kind = std::nullopt);
   // The same from one peer. Throws if none is there and the peer has gone.
   std::optional<std::string> TakeTextFrom(int peer, Channel channel);
-  // Whether the kernel has everything that was to be sent.
-  bool AllWritten();
+  // Whether the kernel has everything that was to be sent in this channel.
+  bool AllWritten(Channel channel);
+  // Bytes that were sent and received in this channel so far.
+  std::uint64_t Moved(Channel channel);
+  // The ranks whose connection has ended.
+  std::vector<int> Lost();
 
   // Collective, with nothing under way: close all connections, once the others do so or after `patience_s`.
   void Close(double patience_s);
@@ -120,12 +124,14 @@ class SocketMesh {
   Ticket NewTicket();
   Connection& At(int peer) { return connections_[static_cast<std::size_t>(peer)]; }
   void CheckConnected(int peer);
-  static void CheckFits(const Header& header, const Posted& receive, int peer);
+  // Why a message is not what the receive wants; "": it is.
+  static std::string Misfit(const Header& header, const Posted& receive, int peer);
   // With mutex_ held.
   void PollLocked();
   void Read(Connection& connection);
   bool Match(Connection& connection);
   void FinishMessage(Connection& connection);
+  void Deliver(Connection& connection, const Arrival& message, const Posted& receive);
   void Deliver(Connection& connection, const Header& header, Ticket ticket);
   void Write(Connection& connection);
   void End(Ticket ticket);
@@ -140,6 +146,8 @@ class SocketMesh {
   Channel next_channel_ = Channel{1} << 32;
   std::vector<char> done_;  // by ticket
   std::vector<Ticket> free_;
+  std::map<Ticket, std::string> misfits_;
+  std::map<Channel, std::uint64_t> moved_;
 };
 
 // A channel of a mesh, between all ranks or some of them.

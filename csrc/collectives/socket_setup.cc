@@ -90,7 +90,7 @@ bool WaitFor(int socket, short events, double deadline_s) {
     const double left_s = deadline_s - Now();
     if (left_s <= 0) return false;
     pollfd waits{socket, events, 0};
-    const int found = poll(&waits, 1, std::min(static_cast<int>(left_s * 1000) + 1, 60'000));
+    const int found = poll(&waits, 1, static_cast<int>(std::min(left_s, 60.0) * 1000) + 1);
     if (found > 0) return true;
   }
 }
@@ -203,6 +203,9 @@ Sockets ConnectSockets(const SocketListener& listener, int rank, const std::vect
            "no call within " + std::to_string(static_cast<int>(limit_s)) + " s");
     }
     Owned accepted(accept4(listener.socket(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (accepted.get() < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS))
+      Fail(who + " should be able to accept the calls of " + std::to_string(size - 1 - rank) + " ranks.",
+           std::strerror(errno));
     if (accepted.get() < 0) continue;
     Hello theirs;
     // A stranger that says nothing may not hold up the others for long.

@@ -45,9 +45,9 @@ std::vector<int> Leaders(const std::vector<int>& hosts) {
 
 }  // namespace
 
-std::size_t SharedFileBytes(std::size_t slot_bytes, int ranks) {
-  const auto windows = 2 * static_cast<std::size_t>(ranks);
-  return windows * SharedWindow::Bytes(Network::WindowOptions(slot_bytes));
+std::size_t SharedFileBytes(std::size_t slot_bytes, int ranks, bool several_hosts) {
+  const std::size_t windows = several_hosts ? 2 : 1;
+  return windows * static_cast<std::size_t>(ranks) * SharedWindow::Bytes(Network::WindowOptions(slot_bytes));
 }
 
 // A ring signals before it sends, so its messages need no confirmation, and those of the exchanges answer
@@ -84,12 +84,20 @@ SocketNetwork::SocketNetwork(std::shared_ptr<SocketMesh> mesh, const HostPlan& p
 // The channel of a group follows from its ranks, because groups may be made in any order. A group that is
 // made again gets another one.
 std::unique_ptr<Transport> SocketNetwork::MakeGroup(const std::vector<int>& ranks) {
+  const std::lock_guard<std::mutex> lock(grouped_mutex_);
   std::string name = std::to_string(std::count(grouped_.begin(), grouped_.end(), ranks));
   for (const int rank : ranks) name += "," + std::to_string(rank);
   grouped_.push_back(ranks);
   const SocketMesh::Channel number =
       kFirstGroup + Hash(name) % ((SocketMesh::Channel{1} << 32) - kFirstGroup);
   return std::make_unique<SocketTransport>(*mesh_, channels_ + number, ranks, SocketMesh::Done::kSent);
+}
+
+// The mesh may still write into a barrier for which a rank did not come.
+SocketNetwork::~SocketNetwork() {
+  for (auto& barrier : barriers_) {
+    if (!barrier->done()) (void)barrier.release();
+  }
 }
 
 bool SocketNetwork::Barrier(double patience_s) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,13 +20,14 @@ struct HostPlan {
 };
 
 // The bytes of the file in which `ranks` ranks of a host have their windows.
-std::size_t SharedFileBytes(std::size_t slot_bytes, int ranks);
+std::size_t SharedFileBytes(std::size_t slot_bytes, int ranks, bool several_hosts);
 
 class SocketNetwork : public Network {
  public:
   SocketNetwork(std::shared_ptr<SocketMesh> mesh, const HostPlan& plan, const EngineOptions& options,
                 Counters& counters);
 
+  ~SocketNetwork() override;
   bool Barrier(double patience_s) override;
 
  protected:
@@ -34,7 +36,8 @@ class SocketNetwork : public Network {
 
  private:
   const std::shared_ptr<SocketMesh> mesh_;
-  const SocketMesh::Channel channels_;     // the first of its own
+  const SocketMesh::Channel channels_;  // the first of its own
+  std::mutex grouped_mutex_;
   std::vector<std::vector<int>> grouped_;  // the ranks of each group
   SocketTransport barrier_;
   std::vector<std::unique_ptr<RecordExchange>> barriers_;  // kept: the mesh writes into those without an end

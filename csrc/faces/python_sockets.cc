@@ -55,7 +55,7 @@ void SendObjects(SocketMesh& mesh, const nb::bytes& object, const std::vector<in
   const std::string text(object.c_str(), object.size());
   const nb::gil_scoped_release release;
   for (const int peer : peers) mesh.SendText(text, peer, kObjects, 0);
-  Await([&] { return mesh.AllWritten(); }, limit_s, "ranks to take an object");
+  Await([&] { return mesh.AllWritten(kObjects); }, limit_s, "ranks to take an object");
 }
 
 nb::bytes ReceiveObject(SocketMesh& mesh, int peer, double limit_s) {
@@ -82,7 +82,8 @@ void BindSockets(nb::module_& module) {
       .def("send", &SendObjects, nb::arg("object"), nb::arg("peers"), nb::arg("limit_s"))
       .def("receive", &ReceiveObject, nb::arg("peer"), nb::arg("limit_s"))
       .def("close", [](SocketMesh& mesh) { mesh.Close(kCloseS); }, nb::call_guard<nb::gil_scoped_release>());
-  module.def("shared_file_bytes", &SharedFileBytes, nb::arg("slot_bytes"), nb::arg("ranks"));
+  module.def("shared_file_bytes", &SharedFileBytes, nb::arg("slot_bytes"), nb::arg("ranks"),
+             nb::arg("several_hosts"));
 }
 
 }  // namespace hvpipe::python

@@ -61,6 +61,8 @@ class Links {
   virtual std::optional<std::pair<int, std::string>> Receive(int tag) = 0;
   // Whether all messages have left.
   virtual bool Sent() = 0;
+  // Ranks that have ended, as far as that can be seen here.
+  virtual std::vector<int> Lost() { return {}; }
   // Collective over all ranks. Null if this rank is not among `ranks`.
   virtual std::unique_ptr<SetLinks> MakeSet(const std::vector<int>& ranks) = 0;
   // Collective. Nothing can be called afterwards.

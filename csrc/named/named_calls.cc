@@ -157,6 +157,7 @@ std::optional<Stall> NamedCalls::WaitsNow() const {
 void NamedCalls::LookAtWaits(double now_s) {
   if (now_s - looked_s_ < kLookS) return;
   looked_s_ = now_s;
+  if (links_) TakeLost(links_->Lost());
   for (const auto& [key, each] : under_way_) {
     const Request& request = each.call.request;
     if (request.kind == Kind::kJoin || now_s - each.since_s < timeout_s_ + kGraceS) continue;
@@ -166,6 +167,23 @@ void NamedCalls::LookAtWaits(double now_s) {
                         " s (HVPIPE_TIMEOUT). Received: no answer. Has it ended, or does it hang?"};
   }
   if (warn_s_ > 0) TellStall(now_s);
+}
+
+// A rank that has ended makes no more calls, as one that has left.
+void NamedCalls::TakeLost(const std::vector<int>& ranks) {
+  for (const int rank : ranks) {
+    if (!lost_ranks_.insert(rank).second) continue;
+    if (coordinator_) {
+      Request leaves;
+      leaves.kind = Kind::kLeave;
+      Coordinate(coordinator_->OnRequest(rank, leaves, Now()));
+    } else if (rank == 0 && !under_way_.empty()) {
+      throw CallError{
+          Problem::kPeer,
+          "Rank 0 should begin collectives by name. Received: the end of its connection. Has that "
+          "rank ended, or its network?"};
+    }
+  }
 }
 
 // One report covers all calls that wait too long.

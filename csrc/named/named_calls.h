@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -68,6 +69,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   Stall StallOf(const UnderWay& under_way, double now_s) const;
   std::optional<Stall> WaitsNow() const;
   void TellStall(double now_s);
+  void TakeLost(const std::vector<int>& ranks);
   void StartThread();
   void Loop();
   bool TakeInbox();
@@ -100,6 +102,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   double warn_s_ = 0;             // 0: nobody is told of waits
   std::string end_sign_;          // for EndProcess
   double looked_s_ = 0;           // for long waits
+  std::set<int> lost_ranks_;      // whose connections have ended
 
   mutable std::mutex under_way_mutex_;  // for changes, and for looks of other threads
   std::map<Key, UnderWay> under_way_;

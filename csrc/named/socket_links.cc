@@ -42,6 +42,7 @@ class Transfers {
 
   void Wait() {
     double moved_s = Now(), nap_s = kShortestNapS;
+    std::uint64_t moved = 0;
     for (;;) {
       mesh_.Poll();
       const std::size_t before = under_way_.size();
@@ -49,7 +50,9 @@ class Transfers {
                                       [&](const auto& each) { return mesh_.Test(each.first); }),
                        under_way_.end());
       if (under_way_.empty()) return;
-      if (under_way_.size() < before) {
+      const std::uint64_t now_moved = mesh_.Moved(channel_);
+      if (under_way_.size() < before || now_moved != moved) {
+        moved = now_moved;
         moved_s = Now();
         nap_s = kShortestNapS;
       }
@@ -244,7 +247,8 @@ class SocketLinks : public Links {
     if (!text) return std::nullopt;
     return std::make_pair(text->rank, std::move(text->text));
   }
-  bool Sent() override { return mesh_->AllWritten(); }
+  bool Sent() override { return mesh_->AllWritten(control_); }
+  std::vector<int> Lost() override { return mesh_->Lost(); }
   std::unique_ptr<SetLinks> MakeSet(const std::vector<int>& ranks) override {
     const SocketMesh::Channel channel = control_ + ++sets_;
     if (!std::binary_search(ranks.begin(), ranks.end(), rank_)) return nullptr;

@@ -13,6 +13,7 @@ from hvpipe.errors import InitError
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 _REQUEST_S = 10.0
 """The longest that the store may take to answer one request."""
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,23 @@ class Rendezvous:
 
     def _request(self, method: str, key: str, body: bytes | None = None) -> bytes | None:
         """Return what the store answers; None if it does not know the key."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=_REQUEST_S)
-        try:
-            connection.request(method, f"/{self.scope}/{key}", body)
-            answer = connection.getresponse()
-            text = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise InitError(
-                f"The horovodrun that started this process should answer at {self.host}, port {self.port}: "
-                f"does it still run, and can this host reach it? Received: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            connection.close()
+        for left in reversed(range(_TRIES)):
+            connection = http.client.HTTPConnection(self.host, self.port, timeout=_REQUEST_S)
+            try:
+                connection.request(method, f"/{self.scope}/{key}", body)
+                answer = connection.getresponse()
+                text = answer.read()
+                break
+            except (OSError, http.client.HTTPException) as error:
+                if left and not isinstance(error, ConnectionRefusedError):
+                    continue  # many ranks may ask at the same time
+                raise InitError(
+                    f"The horovodrun that started this process should answer at {self.host}, port "
+                    f"{self.port}: does it still run, and can this host reach it? "
+                    f"Received: {type(error).__name__}: {error}"
+                ) from error
+            finally:
+                connection.close()
         if answer.status == http.HTTPStatus.NOT_FOUND:
             return None
         if answer.status != http.HTTPStatus.OK:

@@ -85,9 +85,8 @@ def shared_file(world: World, settings: Settings, hosts: list[int]) -> Iterator[
     path, why = "", ""
     if first == world.rank:
         try:
-            path = _make_file(
-                import_native().shared_file_bytes(settings.slot_bytes, hosts.count(hosts[first]))
-            )
+            ranks, several_hosts = hosts.count(hosts[first]), len(set(hosts)) > 1
+            path = _make_file(import_native().shared_file_bytes(settings.slot_bytes, ranks, several_hosts))
         except OSError as error:
             why = f"{world.host}: {error}"
     try:

@@ -115,9 +115,11 @@ class TcpWorld:
 
         horovodrun ends the other ranks when one ends with an error.
         """
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
     def close(self) -> None:
         """Close the connections, on every rank. The engine and the named calls must have stopped."""
