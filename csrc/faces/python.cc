@@ -49,11 +49,10 @@ void Waiter::Wait() {
 
 namespace {
 
-// MPI connects the ranks.
-std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, double first_step_timeout_s,
-                                   std::size_t segment_bytes, int messages_in_flight, std::size_t slot_bytes,
-                                   bool shared_memory, int ranks_per_host, bool trace, double stall_warn_s,
-                                   const std::string& flight_path) {
+// The options that do not depend on what connects the ranks.
+EngineOptions OptionsOf(double timeout_s, double first_step_timeout_s, std::size_t segment_bytes,
+                        int messages_in_flight, std::size_t slot_bytes, bool trace, double stall_warn_s,
+                        const std::string& flight_path) {
   EngineOptions options;
   options.timeout_s = timeout_s;
   options.first_steps_timeout_s = first_step_timeout_s;
@@ -61,11 +60,21 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, double 
   options.segment_bytes = std::clamp<std::size_t>(segment_bytes, 64, std::size_t{1} << 30);
   options.messages_in_flight = messages_in_flight;
   options.slot_bytes = slot_bytes;
-  options.shared_memory = shared_memory;
-  options.ranks_per_host = ranks_per_host;
   options.trace = trace;
   options.stall_warn_s = stall_warn_s;
   options.flight_path = flight_path;
+  return options;
+}
+
+// MPI connects the ranks.
+std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, double first_step_timeout_s,
+                                   std::size_t segment_bytes, int messages_in_flight, std::size_t slot_bytes,
+                                   bool shared_memory, int ranks_per_host, bool trace, double stall_warn_s,
+                                   const std::string& flight_path) {
+  EngineOptions options = OptionsOf(timeout_s, first_step_timeout_s, segment_bytes, messages_in_flight,
+                                    slot_bytes, trace, stall_warn_s, flight_path);
+  options.shared_memory = shared_memory;
+  options.ranks_per_host = ranks_per_host;
   const nb::gil_scoped_release release;
   return std::make_shared<Engine>(OverMpi(MPI_Comm_f2c(fortran_handle)), options);
 }
@@ -76,15 +85,8 @@ std::shared_ptr<Engine> MakeEngineOverSockets(std::shared_ptr<SocketMesh> mesh, 
                                               double first_step_timeout_s, std::size_t segment_bytes,
                                               int messages_in_flight, std::size_t slot_bytes, bool trace,
                                               double stall_warn_s, const std::string& flight_path) {
-  EngineOptions options;
-  options.timeout_s = timeout_s;
-  options.first_steps_timeout_s = first_step_timeout_s;
-  options.segment_bytes = std::clamp<std::size_t>(segment_bytes, 64, std::size_t{1} << 30);
-  options.messages_in_flight = messages_in_flight;
-  options.slot_bytes = slot_bytes;
-  options.trace = trace;
-  options.stall_warn_s = stall_warn_s;
-  options.flight_path = flight_path;
+  const EngineOptions options = OptionsOf(timeout_s, first_step_timeout_s, segment_bytes, messages_in_flight,
+                                          slot_bytes, trace, stall_warn_s, flight_path);
   const nb::gil_scoped_release release;
   return std::make_shared<Engine>(OverSockets(std::move(mesh), {hosts, shared_file}), options);
 }

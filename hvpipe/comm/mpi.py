@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hvpipe.comm.clock_offset import clock_offset_s
 from hvpipe.comm.discover import Launch, eager_bytes, fault_tolerance_asked, prepare_open_mpi
 from hvpipe.comm.job_folder import abort_sign
 from hvpipe.comm.limited_call import limited_call
@@ -28,7 +29,6 @@ from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_CLOCK_ROUNDS = 32
 _LONGEST_ABORT_S = 10
 _LEAST_INIT_S = 60.0
 """Ranks may start at different times, also if they must answer sooner later on."""
@@ -85,16 +85,9 @@ class MpiWorld:
         with self._limited("calls of MPI that make the engine"):
             return import_native().Engine.create(
                 self._engine_handle,
-                timeout_s=settings.engine_timeout_s,
-                first_step_timeout_s=settings.engine_first_step_s,
-                segment_bytes=settings.segment_bytes or self.eager_bytes * 15 // 16,  # leave room for headers
-                messages_in_flight=settings.messages_in_flight,
-                slot_bytes=settings.slot_bytes,
                 shared_memory=shared_memory,
                 ranks_per_host=settings.ranks_per_host,
-                trace=settings.trace_path is not None,
-                stall_warn_s=settings.engine_stall_s,
-                flight_path=settings.flight_path,
+                **settings.engine_options(self.eager_bytes * 15 // 16),  # leave room for headers
             )
 
     def make_named_calls(self, settings: Settings) -> Any:
@@ -209,28 +202,8 @@ class MpiWorld:
         self._wait(self._comm.Ibarrier(), "barrier")
 
     def clock_offset_s(self) -> float:
-        """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's.
-
-        Each rank in turn asks rank 0 for its time. The fastest round trip counts, so the error is below half
-        of that round trip.
-        """
-        offset_s = 0.0
-        for other in range(1, self.size):
-            if self.rank == 0:
-                for _ in range(_CLOCK_ROUNDS):
-                    self._receive(other, "clock question")
-                    self._send(other, time.monotonic(), "clock answer")
-            elif self.rank == other:
-                best_s = float("inf")
-                for _ in range(_CLOCK_ROUNDS):
-                    asked_s = time.monotonic()
-                    self._send(0, asked_s, "clock question")
-                    rank0_s = self._receive(0, "clock answer")
-                    answered_s = time.monotonic()
-                    if answered_s - asked_s < best_s:
-                        best_s = answered_s - asked_s
-                        offset_s = rank0_s - (asked_s + answered_s) / 2
-        return offset_s
+        """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's."""
+        return clock_offset_s(self.rank, self.size, self._send, self._receive)
 
     def abort(self, code: int = 1) -> None:
         """End all ranks now, with this exit code. Does not return."""

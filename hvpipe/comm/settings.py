@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hvpipe.comm import horovod_variables
 from hvpipe.errors import HvpipeError
@@ -91,6 +91,23 @@ class Settings:
         """After how long a wait is reported: in time for the report to precede the end of the job."""
         abort_s = self.engine_timeout_s
         return min(self.stall_warn_s, max(abort_s / 2, abort_s - 4))
+
+    def engine_options(self, usual_segment_bytes: int) -> dict[str, Any]:
+        """Return the options of the C++ engine that do not depend on what connects the ranks.
+
+        Args:
+            usual_segment_bytes: The size of a ring message, unless HVPIPE_SEGMENT_BYTES is set.
+        """
+        return {
+            "timeout_s": self.engine_timeout_s,
+            "first_step_timeout_s": self.engine_first_step_s,
+            "segment_bytes": self.segment_bytes or usual_segment_bytes,
+            "messages_in_flight": self.messages_in_flight,
+            "slot_bytes": self.slot_bytes,
+            "trace": self.trace_path is not None,
+            "stall_warn_s": self.engine_stall_s,
+            "flight_path": self.flight_path,
+        }
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:

@@ -10,10 +10,10 @@ import secrets
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
+from hvpipe.comm.clock_offset import clock_offset_s
 from hvpipe.comm.discover import Launch, horovodrun
 from hvpipe.comm.native import import_native
 from hvpipe.comm.rendezvous import Rendezvous
@@ -21,7 +21,6 @@ from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import shared_file
 from hvpipe.errors import HvpipeError, InitError
 
-_CLOCK_ROUNDS = 32
 _SEGMENT_BYTES = 240 << 10  # a message of the ring: in cache while it is added
 _SIOCGIFADDR = 0x8915  # of Linux: asks for the IPv4 address of an interface
 
@@ -90,25 +89,13 @@ class TcpWorld:
         self.allgather_object(None)
 
     def clock_offset_s(self) -> float:
-        """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's.
-
-        Each rank in turn asks rank 0 for its time. The fastest round trip counts, so the error is below half
-        of that round trip.
-        """
-        if self.rank == 0:
-            for other in range(1, self.size):
-                for _ in range(_CLOCK_ROUNDS):
-                    self._receive(other)
-                    self._send(time.monotonic(), [other])
-            return 0.0
-        trips = []
-        for _ in range(_CLOCK_ROUNDS):
-            asked_s = time.monotonic()
-            self._send(asked_s, [0])
-            rank0_s = self._receive(0)
-            answered_s = time.monotonic()
-            trips.append((answered_s - asked_s, rank0_s - (asked_s + answered_s) / 2))
-        return float(min(trips)[1])
+        """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's."""
+        return clock_offset_s(
+            self.rank,
+            self.size,
+            lambda rank, value, _: self._send(value, [rank]),
+            lambda rank, _: float(self._receive(rank)),
+        )
 
     def abort(self, code: int = 1) -> None:
         """End all ranks now, with this exit code. Does not return.
@@ -225,14 +212,7 @@ def make_engine(world: Any, mesh: Any, hosts: list[int], settings: Settings) -> 
             mesh,
             hosts=hosts,
             shared_file=path,
-            timeout_s=settings.engine_timeout_s,
-            first_step_timeout_s=settings.engine_first_step_s,
-            segment_bytes=settings.segment_bytes or _SEGMENT_BYTES,
-            messages_in_flight=settings.messages_in_flight,
-            slot_bytes=settings.slot_bytes,
-            trace=settings.trace_path is not None,
-            stall_warn_s=settings.engine_stall_s,
-            flight_path=settings.flight_path,
+            **settings.engine_options(_SEGMENT_BYTES),
         )
 
 
@@ -244,7 +224,7 @@ def own_address(host: str, interface: str = "") -> str:
         interface: The network interface to use; "": the one that belongs to the name.
 
     Raises:
-        InitError: If there is none.
+        InitError: If this host has no such address.
     """
     try:
         if interface:
