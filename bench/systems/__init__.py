@@ -61,18 +61,6 @@ def _horovod(name: str, title: str, environment: dict[str, str], note: str) -> S
     )
 
 
-def _by_gloo(system: System, name: str) -> System:
-    """Return the system as `horovodrun --gloo` starts it, where hvpipe sends by TCP of its own."""
-    return replace(
-        system,
-        name=name,
-        title=f"{system.title}, under horovodrun --gloo",
-        start="horovodrun",
-        needs=tuple(dict.fromkeys((*system.needs, "horovod"))),
-        notes=(system.notes[0], "started by horovodrun --gloo"),
-    )
-
-
 def _mirrored(name: str, title: str, packs: str) -> System:
     return System(
         name=name,
@@ -158,9 +146,23 @@ _ALL = (
             "is best on links: recursive doubling; from 3 ranks and 1 MiB on, a ring",
         )
     ),
-    _by_gloo(_HOROVOD, "horovod-gloo"),
+    replace(
+        _HOROVOD,
+        name="horovod-gloo",
+        title="Horovod, under horovodrun --gloo",
+        start="horovodrun",
+        notes=(_HOROVOD.notes[0], "started by horovodrun --gloo"),
+    ),
     *_BY_OVERLAP.values(),
-    *(_by_gloo(_BY_OVERLAP[overlap], f"hvpipe-gloo-{overlap}") for overlap in ("none", "step")),
+    *(
+        _hvpipe(
+            f"mpi-{overlap}",
+            f"{overlap}, by MPI",
+            {"overlap": overlap},
+            environment={"HVPIPE_BACKEND": "mpi"},
+        )
+        for overlap in ("none", "step")
+    ),
     _hvpipe("stale", "stale", {"overlap": "stale"}, exact=False),
     *(
         _hvpipe(name, f"step, {compression}", {"overlap": "step", "compression": compression}, exact=False)

@@ -41,7 +41,7 @@ std::string Described(const SocketAddress& address) {
   throw Error(
       what +
           " TCP must be open between all hosts of the job, at all ports; with several networks, choose "
-          "one by `horovodrun --network-interfaces`. Received: " +
+          "one by `mpirun --mca btl_tcp_if_include` or `horovodrun --network-interfaces`. Received: " +
           received,
       ErrorKind::kPeer);
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping
@@ -130,6 +132,47 @@ def horovodrun(environ: Mapping[str, str] | None = None) -> Horovodrun:
     return Horovodrun(
         host, int(port), name, env.get("HOROVOD_GLOO_IFACE", ""), env.get("HOROVOD_ELASTIC") == "1"
     )
+
+
+@dataclass(frozen=True)
+class TcpInterfaces:
+    """The network interfaces that Open MPI was told to use for TCP.
+
+    Args:
+        include: Names of interfaces, and networks such as "10.0.0.0/8"; empty: all.
+        exclude: The same, not to be used.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def allow(self, name: str, address: str) -> bool:
+        """Return whether the interface with this name and IPv4 address may be used."""
+        if self.include and not _is_listed(name, address, self.include):
+            return False
+        return not _is_listed(name, address, self.exclude)
+
+
+def tcp_interfaces(environ: Mapping[str, str] | None = None) -> TcpInterfaces:
+    """Return what `mpirun --mca btl_tcp_if_include` or `btl_tcp_if_exclude` says.
+
+    Args:
+        environ: The environment to read; None for this process's own.
+    """
+    env = os.environ if environ is None else environ
+    listed = (env.get(f"OMPI_MCA_btl_tcp_if_{which}", "").split(",") for which in ("include", "exclude"))
+    include, exclude = (tuple(one.strip() for one in names if one.strip()) for names in listed)
+    return TcpInterfaces(include, exclude)
+
+
+def _is_listed(name: str, address: str, listed: tuple[str, ...]) -> bool:
+    for one in listed:
+        if one == name:
+            return True
+        with contextlib.suppress(ValueError):  # a name
+            if ipaddress.ip_address(address) in ipaddress.ip_network(one, strict=False):
+                return True
+    return False
 
 
 def prepare_open_mpi() -> None:

@@ -63,6 +63,7 @@ class MpiWorld:
         self.rank: int = world.rank
         self.size: int = world.size
         self.host: str = mpi.Get_processor_name()
+        self.network: str = "MPI"
         self._watch: LossWatch | None = None
         self.library_version: str = short_version(mpi.Get_library_version())
         # The calls below block until all ranks arrive, so wait for them here, with a better error.
@@ -73,6 +74,7 @@ class MpiWorld:
             local = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
             self.local_rank: int = local.rank
             self.local_size: int = local.size
+            self.first_on_host: int = local.allreduce(self.rank, mpi.MIN)
             local.Free()
         self._engine_handle: int = self._engine_comm.py2f()
         self._closed = False

@@ -28,7 +28,7 @@ _Choice = TypeVar("_Choice", bound=str)
 class Settings:
     """The HVPIPE_* variables, Horovod's and CUDA_VISIBLE_DEVICES, checked. `settings` lists their names."""
 
-    backend: Backend | None = None  # None: TCP under `horovodrun --gloo`, else MPI
+    backend: Backend | None = None  # None: TCP under `horovodrun --gloo` and between hosts with Ethernet
     timeout_s: float = 300.0
     first_step_timeout_s: float | None = None  # None: 6 * timeout_s if a rank may have a GPU, else timeout_s
     shutdown_timeout_s: float | None = None  # None: an hour, or timeout_s if that is longer
@@ -115,7 +115,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
 
     | variable | value |
     |---|---|
-    | HVPIPE_BACKEND | "mpi" or "tcp": what joins the ranks |
+    | HVPIPE_BACKEND | "mpi" or "tcp": what carries the data between ranks |
     | HVPIPE_TIMEOUT | longest wait for another rank, in seconds |
     | HVPIPE_FIRST_STEP_TIMEOUT | the same until two training steps have ended |
     | HVPIPE_SHUTDOWN_TIMEOUT | longest wait for the others in `shutdown` and MPI_Finalize, in seconds |

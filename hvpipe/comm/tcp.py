@@ -10,7 +10,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvpipe.comm.clock_offset import clock_offset_s
@@ -34,11 +34,21 @@ class TcpWorld:
     Args:
         mesh: The connections, `hvpipe._engine.SocketMesh`.
         launch: This rank and its numbers.
-        host: The name of this host. Ranks with the same one share memory.
+        host: The name of this host.
         timeout_s: Longest wait for another rank, in seconds.
+        place: Ranks with the same one share memory; None: those with the same `host`.
+        library: Name and version of the library that joined the ranks.
     """
 
-    def __init__(self, mesh: Any, launch: Launch, host: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        mesh: Any,
+        launch: Launch,
+        host: str,
+        timeout_s: float,
+        place: int | None = None,
+        library: str = "none",
+    ) -> None:
         assert launch.rank is not None
         assert launch.size is not None
         self._mesh = mesh
@@ -48,12 +58,14 @@ class TcpWorld:
         self.local_rank: int = launch.local_rank or 0
         self.local_size: int = launch.local_size or 1
         self.host = host
-        self.library_version = "TCP"
+        self.library_version = library
+        self.network = "TCP"
+        self._place: int | str = host if place is None else place
 
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks. Collective."""
         per_host = settings.ranks_per_host
-        places = self.allgather_object(self.rank // per_host if per_host else self.host)
+        places = self.allgather_object(self.rank // per_host if per_host else self._place)
         hosts = [places.index(place) for place in places]
         return make_engine(self, self._mesh, hosts, settings)
 
@@ -171,14 +183,21 @@ def open_world(launch: Launch, settings: Settings) -> TcpWorld:
     return _opened
 
 
-def connect_mesh(rank: int, address: str, exchange: Callable[[Any], list[Any]], timeout_s: float) -> Any:
+def connect_mesh(
+    rank: int,
+    address: str,
+    exchange: Callable[[Any], list[Any]],
+    timeout_s: float,
+    hosts: Sequence[str] | None = None,
+) -> Any:
     """Connect the ranks with each other. Collective.
 
     Args:
         rank: Of this process.
-        address: Where others reach this host, as a number.
+        address: Where this rank listens, as a number.
         exchange: Returns the values of all ranks, in rank order.
         timeout_s: Longest wait for another rank, in seconds.
+        hosts: Where this rank reaches the others, by rank; None: where they listen.
 
     Raises:
         InitError: If this rank cannot listen, or ranks cannot reach each other.
@@ -190,7 +209,10 @@ def connect_mesh(rank: int, address: str, exchange: Callable[[Any], list[Any]], 
         return native.SocketMesh.connect(
             listener,
             rank=rank,
-            addresses=[(host, port) for host, port, _ in everyone],
+            addresses=[
+                (host if hosts is None else hosts[peer], port)
+                for peer, (host, port, _) in enumerate(everyone)
+            ],
             token=everyone[0][2],
             limit_s=timeout_s,
         )

@@ -66,7 +66,11 @@ class World(Protocol):
 
     @property
     def library_version(self) -> str:
-        """Name and version of the library that joins the ranks, such as "Open MPI v5.0.11"; or "none"."""
+        """Name and version of the library that joined the ranks, such as "Open MPI v5.0.11"; or "none"."""
+
+    @property
+    def network(self) -> str:
+        """What carries the data between ranks, and why, for the log."""
 
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks; None with one rank. Collective."""
@@ -103,7 +107,7 @@ class SingleWorld:
     size = 1
     local_rank = 0
     local_size = 1
-    library_version = "none"
+    library_version = network = "none"
 
     def __init__(self) -> None:
         self.host = socket.gethostname()
@@ -157,21 +161,21 @@ def open_world(launch: Launch, settings: Settings) -> World:
     """Join the ranks of this launch. Without a launcher and a running MPI the world has one rank.
 
     Raises:
-        InitError: If the ranks cannot be joined by `settings.backend`.
+        InitError: If the ranks cannot be joined, or `settings.backend` cannot carry their data.
     """
-    backend = settings.backend or ("tcp" if launch.launcher == "horovodrun" else "mpi")
-    if backend == "tcp":
+    if launch.launcher == "horovodrun":
+        if settings.backend == "mpi":
+            raise InitError(
+                "MPI has no ranks under `horovodrun --gloo`: each process would be alone. Leave "
+                "HVPIPE_BACKEND unset, or launch with `horovodrun --mpi`, `mpirun` or `hvpipe run`. "
+                f"Received: backend={settings.backend!r}"
+            )
         from hvpipe.comm import tcp
 
         return tcp.open_world(launch, settings)
-    if launch.launcher == "horovodrun":
-        raise InitError(
-            "MPI has no ranks under `horovodrun --gloo`: each process would be alone. Leave HVPIPE_BACKEND "
-            "unset, or launch with `horovodrun --mpi`, `mpirun` or `hvpipe run`. "
-            f"Received: backend={backend!r}"
-        )
     if launch.launcher == "none" and "mpi4py.MPI" not in sys.modules:
         return SingleWorld()
-    from hvpipe.comm import mpi
+    from hvpipe.comm import ethernet, mpi
 
-    return mpi.open_world(launch, settings.timeout_s, settings.longest_shutdown_s)
+    ranks = mpi.open_world(launch, settings.timeout_s, settings.longest_shutdown_s)
+    return ethernet.over_tcp(ranks, launch, settings)

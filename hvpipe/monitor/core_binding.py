@@ -14,10 +14,11 @@ def log_placement(world: World, launch: Launch) -> None:
     """Log where this rank runs. On rank 0, warn if mpirun bound the ranks of its host to few cores."""
     cores = usable_cores()
     logger.info(
-        "hvpipe: rank %d of %d is on %s (%d of %d there, %d cores), started by %s; MPI: %s",
+        "hvpipe: rank %d of %d is on %s (%d of %d there, %d cores), started by %s; MPI: %s; data over %s",
         *(world.rank, world.size, world.host, world.local_rank, world.local_size, cores),
         "nobody" if launch.launcher == "none" else launch.launcher,
         world.library_version,
+        world.network,
     )
     # srun binds to the cores that the job asked for. mpirun does not bind its own process, the parent.
     if world.rank == 0 and launch.launcher == "mpirun":

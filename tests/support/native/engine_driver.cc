@@ -208,6 +208,8 @@ void Run(const hvpipe::EngineOptions& options, bool tcp, bool fails) {
   stop = true;
   sampler.join();
   engine.Stop();
+  // A rank that closes ends what the others have under way, and with `fail` they may not have come so far.
+  if (mesh) MPI_Barrier(MPI_COMM_WORLD);
   if (mesh) mesh->Close(2);
   if (error != (fails ? "the end of the test" : "")) throw Error(error);
 }

@@ -1,0 +1,198 @@
+"""Ranks that MPI joins: whether TCP connections of hvpipe's own carry their data, and at which addresses.
+
+On Ethernet they are faster than MPI. MPI stays where it may have a faster network, and within one host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from hvpipe.comm.discover import Launch, TcpInterfaces, tcp_interfaces
+from hvpipe.comm.mpi import MpiWorld
+from hvpipe.comm.settings import Backend, Settings
+from hvpipe.comm.tcp import TcpWorld, connect_mesh
+from hvpipe.errors import InitError
+from hvpipe.log import logger
+
+FAST_NETWORKS = ("infiniband", "cxi")
+"""Classes in /sys/class. Omni-Path, RoCE and EFA cards are in "infiniband", Slingshot's in "cxi"."""
+
+_MOST_RANKS = 256  # each has a connection to every other one
+_CONNECT_S = 15.0  # all ranks are there already
+_ALL_ADDRESSES = "0.0.0.0"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of a host.
+
+    Args:
+        address: Its IPv4 address and network, such as "10.0.0.1/24".
+        speed_mbit: What the driver says, in Mb/s; 0: unknown.
+    """
+
+    address: str
+    speed_mbit: int
+
+    @property
+    def number(self) -> str:
+        """The address alone."""
+        return str(ipaddress.ip_interface(self.address).ip)
+
+    @property
+    def network(self) -> str:
+        """The network alone, such as "10.0.0.0/24"."""
+        return str(ipaddress.ip_interface(self.address).network)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs, and what it is told.
+
+    Args:
+        host: The first rank on its host.
+        loopback: The same for all processes that reach each other at 127.0.0.1.
+        interfaces: Those at which others may reach it.
+        fast_network: The name of a card that is faster with MPI than TCP is; "": there is none.
+        backend: The setting.
+        elastic: Whether the job goes on without lost ranks.
+    """
+
+    host: int
+    loopback: tuple[str, int]
+    interfaces: tuple[Interface, ...]
+    fast_network: str = ""
+    backend: Backend | None = None
+    elastic: bool = False
+
+
+def over_tcp(ranks: MpiWorld, launch: Launch, settings: Settings) -> MpiWorld | TcpWorld:
+    """Return the world that carries the data of these ranks: over TCP, or this one. Collective.
+
+    Raises:
+        InitError: If TCP was asked for and cannot be used.
+    """
+    if ranks.size == 1:
+        return ranks
+    places: list[Place] = ranks.allgather_object(_own_place(ranks, settings))
+    asked = places[0].backend == "tcp"
+    why = why_mpi(places)
+    if why:
+        ranks.network = f"MPI, because {why}"
+        return ranks
+    if asked and places[0].elastic:
+        raise InitError(
+            "--elastic needs ranks whose data MPI carries: leave HVPIPE_BACKEND unset. "
+            "Received: HVPIPE_BACKEND='tcp'"
+        )
+    mesh, failure = _connect(ranks, places, settings)
+    failures = [each for each in ranks.allgather_object(failure) if each]
+    if not failures:
+        numbers = Launch(launch.launcher, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size)
+        world = TcpWorld(
+            mesh, numbers, ranks.host, settings.timeout_s, ranks.first_on_host, ranks.library_version
+        )
+        ranks.close()
+        return world
+    if mesh is not None:
+        mesh.close()
+    if asked:
+        raise InitError(failures[0])
+    if ranks.rank == 0:
+        logger.warning(
+            "hvpipe: MPI carries the data between hosts. TCP connections between all ranks would be faster. "
+            "HVPIPE_BACKEND=mpi avoids this warning, and the wait for them. Received: %s",
+            failures[0],
+        )
+    return ranks
+
+
+def why_mpi(places: Sequence[Place]) -> str:
+    """Return why MPI carries the data of these ranks; "": TCP does."""
+    if places[0].backend is not None:
+        return "the backend is mpi" if places[0].backend == "mpi" else ""
+    if len({place.host for place in places}) == 1:
+        return "all ranks are on one host"
+    if places[0].elastic:
+        return "the job is elastic"
+    if len(places) > _MOST_RANKS:
+        return f"there are more than {_MOST_RANKS} ranks"
+    for rank, place in enumerate(places):
+        if place.fast_network:
+            return f"rank {rank} has a faster network, {place.fast_network}"
+    return ""
+
+
+def address_of(theirs: Place, mine: Place) -> str:
+    """Return the address at which I reach them; "": there is none.
+
+    An address in a network that both are in comes first, then the fastest one. Addresses that this host has
+    as well, such as those of bridges for containers, lead nowhere.
+    """
+    if theirs.loopback == mine.loopback:
+        return "127.0.0.1"
+    networks = {each.network for each in mine.interfaces}
+    own = {each.number for each in mine.interfaces}
+    found = [each for each in theirs.interfaces if each.number not in own]
+    best = max(found, key=lambda each: (each.network in networks, each.speed_mbit), default=None)
+    return "" if best is None else best.number
+
+
+def interfaces(asked: TcpInterfaces) -> tuple[Interface, ...]:
+    """Return the interfaces of this host that are up and that the job may use."""
+    states = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        state = states.get(name)
+        if state is None or not state.isup or "pointopoint" in getattr(state, "flags", ""):
+            continue
+        for each in addresses:
+            if each.family.name != "AF_INET":
+                continue
+            address = ipaddress.ip_interface(f"{each.address}/{each.netmask or 32}")
+            if not (address.is_loopback or address.is_link_local) and asked.allow(name, each.address):
+                found.append(Interface(str(address), state.speed))
+    return tuple(found)
+
+
+def _own_place(ranks: MpiWorld, settings: Settings) -> Place:
+    return Place(
+        ranks.first_on_host,
+        _loopback(),
+        interfaces(tcp_interfaces()),
+        _fast_network(),
+        settings.backend,
+        settings.elastic,
+    )
+
+
+def _loopback() -> tuple[str, int]:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # one for each start of Linux
+    return boot, os.stat("/proc/self/ns/net").st_ino
+
+
+def _fast_network() -> str:
+    for kind in FAST_NETWORKS:
+        for card in sorted(Path("/sys/class", kind).glob("*")):
+            return card.name
+    return ""
+
+
+def _connect(ranks: MpiWorld, places: Sequence[Place], settings: Settings) -> tuple[object | None, str]:
+    """Return the connections, or None and why there are none. All ranks must take part."""
+    for rank, place in enumerate(places):
+        for peer in places[:rank]:  # whom it calls
+            if not address_of(peer, place):
+                return None, f"no address at which rank {rank} could reach rank {places.index(peer)}"
+    hosts = [address_of(place, places[ranks.rank]) for place in places]
+    limit_s = min(settings.timeout_s, _CONNECT_S)
+    try:
+        return connect_mesh(ranks.rank, _ALL_ADDRESSES, ranks.allgather_object, limit_s, hosts), ""
+    except InitError as error:
+        return None, str(error)
