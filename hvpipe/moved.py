@@ -48,7 +48,7 @@ MOVED = {
         ("links", "comm.link_probe"),
         ("memory", "monitor.process_limits"),
         ("placement", "monitor.core_binding"),
-        ("machine", "monitor.host_usage"),
+        ("machine", "comm.this_host"),
         ("visible_gpus", "monitor.visible_gpus"),
         ("nvml", "monitor.nvml"),
         ("gpu_meter", "monitor.gpu_meter"),

@@ -41,7 +41,7 @@ PLACES = {
     "keras": "keras/",
     "matplotlib": "trace/chart.py",
     "mpi4py": "comm/mpi.py",
-    "psutil": "monitor/host_usage.py",
+    "psutil": "comm/this_host.py",
     "pynvml": "monitor/nvml.py",
     "tensorflow": "keras/",
 }

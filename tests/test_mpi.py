@@ -83,7 +83,7 @@ WITHOUT_DEVICES = tuple(name for name in WITHOUT_ERRORS if not name.startswith("
 OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 RING = {"HVPIPE_SHARED_MEMORY": "0"}
-OVER_TCP = {"TEST_OVER_TCP": "1"}
+OVER_TCP = {"HVPIPE_BACKEND": "tcp"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 # Tracing takes a seventh less.
 UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
@@ -112,7 +112,7 @@ SUITES = (
     Suite("comm", WITHOUT_ERRORS, (2,)),
     Suite("comm", WITHOUT_DEVICES, (4,)),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
-    # As under `horovodrun --gloo`.
+    # As between hosts with Ethernet, and under `horovodrun --gloo`.
     Suite(
         "comm over tcp",
         (*WITHOUT_DEVICES, "mpi/comm/test_engine_errors.py"),

@@ -20,8 +20,8 @@ inline void Relax() {
 // on time. So after a slow yield all waits sleep, until there is progress.
 class Backoff {
  public:
-  // With more ranks than cores, the peer that this rank waits for may need this core: do not spin.
-  explicit Backoff(bool crowded) : spins_(crowded ? 0 : kSpins) {}
+  // The first `spins` waits spin.
+  explicit Backoff(int spins) : spins_(spins) {}
   void Reset() { idle_ = 0; }
   // True if the next wait sleeps.
   bool Sleeps() const { return idle_ >= spins_ + kYields; }
@@ -43,7 +43,6 @@ class Backoff {
   }
 
   static constexpr std::chrono::microseconds kSlowYield{200};
-  static constexpr int kSpins = 4000;  // passes over the active operations, about 50 ns each
   static constexpr int kYields = 2000;
   const int spins_;
   int idle_ = 0;

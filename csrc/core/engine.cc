@@ -38,7 +38,7 @@ Progress::Options Engine::ProgressOptions() {
   Progress::Options options;
   options.timeout_s = network_.options().timeout_s;
   options.first_steps_timeout_s = network_.options().first_steps_timeout_s;
-  options.crowded = network_.crowded();
+  options.spins = network_.crowded() ? 0 : network_.Spins();
   options.nap_s = [this](int idle_passes) { return network_.NapS(idle_passes, *messenger_.awaited() > 0); };
   options.stall_s = network_.options().stall_warn_s;
   options.stalled = [this](const Stall& stall) { watchdog_.Report(stall); };

@@ -94,6 +94,8 @@ class Network {
     return {(slot_bytes + 63) / 64 * 64, 4};
   }
 
+  // How often a caller that waits looks again at once before it yields its core.
+  virtual int Spins() const = 0;
   // Wait at most `patience_s` seconds; returns whether all ranks came.
   virtual bool Barrier(double patience_s) = 0;
   // Collective, with nothing under way. Nothing can be used afterwards.

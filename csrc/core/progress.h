@@ -37,7 +37,7 @@ class Progress {
     double stall_s = 0;                // call `stalled` after a wait of this length; 0: never
     // Sleep time in seconds after this many consecutive passes without progress.
     std::function<double(int)> nap_s = [](int) { return 50e-6; };
-    bool crowded = false;  // more ranks on this host than cores
+    int spins = 0;  // passes without progress that a caller repeats at once; 0: other ranks need this core
     std::function<void(double now_s)> begin_pass = [](double) {};
     // Called once when nothing has moved for `stall_s` seconds, on the driving thread.
     std::function<void(const Stall&)> stalled = [](const Stall&) {};

@@ -77,7 +77,7 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
   try {
     collective = make(sequence);
     collective->Step();
-    for (int left = options_.crowded ? 0 : kBriefSpins; left > 0 && !collective->done(); --left) {
+    for (int left = options_.spins == 0 ? 0 : kBriefSpins; left > 0 && !collective->done(); --left) {
       Relax();
       collective->Step();
     }
@@ -106,7 +106,7 @@ void Progress::Drive(const Operation& operation, const Outcome& outcome, std::un
                      const Interrupt& interrupt) {
   std::exception_ptr interrupted;
   // Several callers that drive at the same time take turns.
-  Backoff backoff(options_.crowded);
+  Backoff backoff(options_.spins);
   double next_interrupt_s = Now() + kInterruptCheckS;
   while (!outcome.ended && !interrupted) {
     const PassResult result = Pass();

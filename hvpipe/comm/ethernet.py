@@ -10,13 +10,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 from hvpipe.comm.discover import Launch, TcpInterfaces, tcp_interfaces
 from hvpipe.comm.mpi import MpiWorld
 from hvpipe.comm.settings import Backend, Settings
 from hvpipe.comm.tcp import TcpWorld, connect_mesh
+from hvpipe.comm.this_host import Interface, interfaces
 from hvpipe.errors import InitError
 from hvpipe.log import logger
 
@@ -26,29 +26,6 @@ FAST_NETWORKS = ("infiniband", "cxi")
 _MOST_RANKS = 256  # each has a connection to every other one
 _CONNECT_S = 15.0  # all ranks are there already
 _ALL_ADDRESSES = "0.0.0.0"
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface of a host.
-
-    Args:
-        address: Its IPv4 address and network, such as "10.0.0.1/24".
-        speed_mbit: What the driver says, in Mb/s; 0: unknown.
-    """
-
-    address: str
-    speed_mbit: int
-
-    @property
-    def number(self) -> str:
-        """The address alone."""
-        return str(ipaddress.ip_interface(self.address).ip)
-
-    @property
-    def network(self) -> str:
-        """The network alone, such as "10.0.0.0/24"."""
-        return str(ipaddress.ip_interface(self.address).network)
 
 
 @dataclass(frozen=True)
@@ -144,28 +121,22 @@ def address_of(theirs: Place, mine: Place) -> str:
     return "" if best is None else best.number
 
 
-def interfaces(asked: TcpInterfaces) -> tuple[Interface, ...]:
-    """Return the interfaces of this host that are up and that the job may use."""
-    states = psutil.net_if_stats()
-    found = []
-    for name, addresses in psutil.net_if_addrs().items():
-        state = states.get(name)
-        if state is None or not state.isup or "pointopoint" in getattr(state, "flags", ""):
-            continue
-        for each in addresses:
-            if each.family.name != "AF_INET":
-                continue
-            address = ipaddress.ip_interface(f"{each.address}/{each.netmask or 32}")
-            if not (address.is_loopback or address.is_link_local) and asked.allow(name, each.address):
-                found.append(Interface(str(address), state.speed))
-    return tuple(found)
+def usable(found: Sequence[Interface], asked: TcpInterfaces) -> tuple[Interface, ...]:
+    """Return the interfaces at which another host of the job may reach this one."""
+    return tuple(
+        each
+        for each in found
+        if asked.allow(each.name, each.number)
+        and not each.between_two
+        and not ipaddress.ip_address(each.number).is_link_local
+    )
 
 
 def _own_place(ranks: MpiWorld, settings: Settings) -> Place:
     return Place(
         ranks.first_on_host,
         _loopback(),
-        interfaces(tcp_interfaces()),
+        usable(interfaces(), tcp_interfaces()),
         _fast_network(),
         settings.backend,
         settings.elastic,
@@ -184,7 +155,7 @@ def _fast_network() -> str:
     return ""
 
 
-def _connect(ranks: MpiWorld, places: Sequence[Place], settings: Settings) -> tuple[object | None, str]:
+def _connect(ranks: MpiWorld, places: Sequence[Place], settings: Settings) -> tuple[Any, str]:
     """Return the connections, or None and why there are none. All ranks must take part."""
     for rank, place in enumerate(places):
         for peer in places[:rank]:  # whom it calls

@@ -150,16 +150,16 @@ def started_world() -> TcpWorld | None:
 
 
 def open_world(launch: Launch, settings: Settings) -> TcpWorld:
-    """Join the ranks that horovodrun has started. Collective.
+    """Join the ranks that `horovodrun --gloo` has started. Collective.
 
     Raises:
-        InitError: If there is no such launch, or the ranks cannot reach each other.
+        InitError: If horovodrun does not say where its ranks are, or they cannot reach each other.
     """
     global _opened
-    if launch.launcher != "horovodrun" or launch.rank is None or launch.size is None:
+    if launch.rank is None or launch.size is None:
         raise InitError(
-            "The back end tcp needs `horovodrun --gloo`, whose store tells ranks where the others are. "
-            f"Received: launcher={launch.launcher!r}"
+            "horovodrun should set HOROVOD_RANK and HOROVOD_SIZE. "
+            f"Received: rank={launch.rank}, size={launch.size}"
         )
     told = horovodrun()
     if told.elastic:

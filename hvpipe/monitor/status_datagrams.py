@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hvpipe.monitor.host_usage import interface_addresses
+from hvpipe.comm.this_host import interface_addresses
 from hvpipe.monitor.status_files import RankStatus, received_now
 
 _MOST_BYTES = 4096

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
+from hvpipe.comm.this_host import CpuMeter
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.gpu_meter import GpuMeter
-from hvpipe.monitor.host_usage import CpuMeter
 from hvpipe.monitor.nvml import NvmlMissing
 from hvpipe.trace.events import Event
 from hvpipe.trace.sample import GpuReading, Sample, Utilization, sample_events, summarise_samples

@@ -20,8 +20,7 @@ from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import shared_file
 from hvpipe.comm.tcp import TcpWorld, connect_mesh, own_address
 from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
-
-LIMIT_S = 20.0
+from rank_threads import LIMIT_S, Together
 
 
 class Store(http.server.BaseHTTPRequestHandler):
@@ -56,19 +55,6 @@ def store() -> Iterator[tuple[str, int]]:
     yield "127.0.0.1", server.server_address[1]
     server.shutdown()
     server.server_close()
-
-
-class Together:
-    """Exchanges values between threads."""
-
-    def __init__(self, size: int) -> None:
-        self._values: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=LIMIT_S)
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self._values[rank] = value
-        self._barrier.wait()
-        return list(self._values)
 
 
 def on_ranks(size: int, act: Callable[[TcpWorld], Any], timeout_s: float = LIMIT_S) -> list[Any]:
@@ -216,8 +202,8 @@ def test_ranks_join_by_the_store(store: tuple[str, int], monkeypatch: pytest.Mon
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     with pytest.raises(InitError, match="does not run under horovodrun's elastic mode"):
         join(0)
-    with pytest.raises(InitError, match="The back end tcp needs `horovodrun --gloo`"):
-        tcp.open_world(Launch("mpirun", 0, 2, 0, 2), Settings())
+    with pytest.raises(InitError, match="horovodrun should set HOROVOD_RANK and HOROVOD_SIZE"):
+        tcp.open_world(Launch("horovodrun", None, None, None, None), Settings())
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "nine")
     with pytest.raises(InitError, match=r"should say where its ranks meet, .* Received: '127.0.0.1', 'nine'"):
         join(0)

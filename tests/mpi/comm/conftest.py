@@ -15,7 +15,6 @@ from hvpipe.comm.engine import Engine
 from hvpipe.session import current
 from in_step import InStep
 from native_build import build
-from tcp_session import use_tcp_if_asked
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,7 +25,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def world() -> Iterator[None]:
     """Open one hvpipe session for all cases."""
-    use_tcp_if_asked()
     hvpipe.init()
     yield
     hvpipe.shutdown()

@@ -14,7 +14,6 @@ import pytest
 import hvpipe
 from distributed import rank_in_environment
 from in_step import InStep
-from tcp_session import use_tcp_if_asked
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +42,6 @@ def world() -> Iterator[None]:
     slice_arrays_without_tracing()
     if os.environ.get("WITHOUT_GRAPH_OPTIMIZER"):
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    use_tcp_if_asked()
     hvpipe.init()
     # Freeze what TensorFlow and Keras made on import. Otherwise garbage collection takes a fifth of tracing
     # time.

@@ -1,0 +1,91 @@
+"""CPU use, memory and network interfaces of this host, read with psutil."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from types import ModuleType
+
+
+class CpuMeter:
+    """Measures CPU use between readings. Without psutil every reading is None."""
+
+    def __init__(self) -> None:
+        self._psutil: ModuleType | None
+        try:
+            import psutil
+        except ImportError:
+            self._psutil = None
+            return
+        self._psutil = psutil
+        self._process = psutil.Process()
+        self._process.cpu_percent(None)  # the first call only starts the clock
+        psutil.cpu_percent(None)
+
+    def look(self) -> tuple[float | None, float | None, int | None]:
+        """Return the cores that this process keeps busy, the busy share of all cores, and resident bytes."""
+        if self._psutil is None:
+            return None, None, None
+        try:
+            with self._process.oneshot():
+                return (
+                    self._process.cpu_percent(None) / 100,
+                    self._psutil.cpu_percent(None) / 100,
+                    self._process.memory_info().rss,
+                )
+        except (self._psutil.Error, OSError):
+            return None, None, None
+
+
+@dataclass(frozen=True)
+class Interface:
+    """An IPv4 address of a network interface.
+
+    Args:
+        name: Of the interface, such as "eth0".
+        address: The address and its network, such as "10.0.0.1/24".
+        speed_mbit: What the driver says, in Mb/s; 0: unknown.
+        between_two: Whether it leads to one other host, as tunnels do.
+    """
+
+    name: str
+    address: str
+    speed_mbit: int = 0
+    between_two: bool = False
+
+    @property
+    def number(self) -> str:
+        """The address alone."""
+        return str(ipaddress.ip_interface(self.address).ip)
+
+    @property
+    def network(self) -> str:
+        """The network alone, such as "10.0.0.0/24"."""
+        return str(ipaddress.ip_interface(self.address).network)
+
+
+def interfaces() -> list[Interface]:
+    """Return the interfaces of this host that are up, without loopback; [] without psutil."""
+    try:
+        import psutil
+    except ImportError:
+        return []
+    states = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        state = states.get(name)
+        if state is None or not state.isup:
+            continue
+        between_two = "pointopoint" in getattr(state, "flags", "")  # which psutil has from 5.9.3 on
+        for one in addresses:
+            if one.family == socket.AF_INET and one.netmask and not one.address.startswith("127."):
+                address = ipaddress.ip_interface(f"{one.address}/{one.netmask}")
+                found.append(Interface(name, str(address), state.speed, between_two))
+    return found
+
+
+def interface_addresses() -> list[tuple[str, str]]:
+    """Return the IPv4 addresses of this host with their netmasks, without loopback; [] without psutil."""
+    found = [ipaddress.ip_interface(each.address) for each in interfaces()]
+    return [(str(each.ip), str(each.netmask)) for each in found]
