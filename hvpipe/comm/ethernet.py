@@ -72,9 +72,7 @@ def over_tcp(ranks: MpiWorld, launch: Launch, settings: Settings) -> MpiWorld | 
     failures = [each for each in ranks.allgather_object(failure) if each]
     if not failures:
         numbers = Launch(launch.launcher, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size)
-        world = TcpWorld(
-            mesh, numbers, ranks.host, settings.timeout_s, ranks.first_on_host, ranks.library_version
-        )
+        world = TcpWorld(mesh, numbers, ranks.host, settings.timeout_s, joined_by=ranks)
         ranks.close()
         return world
     if mesh is not None:
@@ -157,11 +155,12 @@ def _fast_network() -> str:
 
 def _connect(ranks: MpiWorld, places: Sequence[Place], settings: Settings) -> tuple[Any, str]:
     """Return the connections, or None and why there are none. All ranks must take part."""
-    for rank, place in enumerate(places):
-        for peer in places[:rank]:  # whom it calls
-            if not address_of(peer, place):
-                return None, f"no address at which rank {rank} could reach rank {places.index(peer)}"
     hosts = [address_of(place, places[ranks.rank]) for place in places]
+    called = hosts[: ranks.rank]
+    missing = f"rank {ranks.rank} knows no address of rank {called.index('')}" if "" in called else ""
+    failures = [each for each in ranks.allgather_object(missing) if each]
+    if failures:
+        return None, failures[0]
     limit_s = min(settings.timeout_s, _CONNECT_S)
     try:
         return connect_mesh(ranks.rank, _ALL_ADDRESSES, ranks.allgather_object, limit_s, hosts), ""

@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.clock_offset import clock_offset_s
 from hvpipe.comm.discover import Launch, horovodrun
@@ -20,6 +20,9 @@ from hvpipe.comm.rendezvous import Rendezvous
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import shared_file
 from hvpipe.errors import HvpipeError, InitError
+
+if TYPE_CHECKING:
+    from hvpipe.comm.mpi import MpiWorld
 
 _SEGMENT_BYTES = 240 << 10  # a message of the ring: in cache while it is added
 _SIOCGIFADDR = 0x8915  # of Linux: asks for the IPv4 address of an interface
@@ -36,8 +39,7 @@ class TcpWorld:
         launch: This rank and its numbers.
         host: The name of this host.
         timeout_s: Longest wait for another rank, in seconds.
-        place: Ranks with the same one share memory; None: those with the same `host`.
-        library: Name and version of the library that joined the ranks.
+        joined_by: The ranks of MPI that these are; None: there are none.
     """
 
     def __init__(
@@ -46,8 +48,7 @@ class TcpWorld:
         launch: Launch,
         host: str,
         timeout_s: float,
-        place: int | None = None,
-        library: str = "none",
+        joined_by: MpiWorld | None = None,
     ) -> None:
         assert launch.rank is not None
         assert launch.size is not None
@@ -58,9 +59,10 @@ class TcpWorld:
         self.local_rank: int = launch.local_rank or 0
         self.local_size: int = launch.local_size or 1
         self.host = host
-        self.library_version = library
         self.network = "TCP"
-        self._place: int | str = host if place is None else place
+        self.library_version = "none" if joined_by is None else joined_by.library_version
+        self._joined_by = joined_by
+        self._place: int | str = host if joined_by is None else joined_by.first_on_host
 
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks. Collective."""
@@ -114,6 +116,8 @@ class TcpWorld:
 
         horovodrun ends the other ranks when one ends with an error.
         """
+        if self._joined_by is not None:
+            self._joined_by.abort(code)
         try:
             sys.stdout.flush()
             sys.stderr.flush()
