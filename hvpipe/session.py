@@ -22,7 +22,7 @@ from hvpipe.comm.flight_record import (
     tell_recorder,
 )
 from hvpipe.comm.job_folder import abort_sign, tell_end, tell_joined
-from hvpipe.comm.native import import_native
+from hvpipe.comm.native import LeftToParent, import_native
 from hvpipe.comm.rank_gpu import may_have_gpu
 from hvpipe.comm.settings import Settings, job_name
 from hvpipe.comm.settings import settings as read_settings
@@ -237,9 +237,8 @@ class Session:
         self._is_parents = True
         self.sampler = self.status_reporter = None
         self.engine.leave_to_parent()
+        self.world.leave_to_parent()
         if self._named_calls is not None:
-            from hvpipe.comm.engine import LeftToParent
-
             native = import_native()
             native.leave_to_parent(self._named_calls)
             native.set_default(None)
@@ -334,8 +333,8 @@ def init(
     Args:
         timeout_s: Longest wait for another rank, in seconds; HVPIPE_TIMEOUT if not given, else 300.
         trace: File for one timeline of all ranks, as from `hvpipe run --trace`; HVPIPE_TRACE if not given.
-        backend: "mpi" or "tcp": what joins the ranks and carries their data; HVPIPE_BACKEND if not given,
-            else TCP under `horovodrun --gloo` and MPI everywhere else.
+        backend: "mpi" or "tcp": what carries the data between ranks; HVPIPE_BACKEND if not given, else TCP
+            between hosts with Ethernet and under `horovodrun --gloo`, and MPI everywhere else.
 
     Raises:
         InitError: If the ranks cannot be joined.

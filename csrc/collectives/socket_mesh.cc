@@ -359,8 +359,8 @@ void SocketMesh::Cancel(Ticket ticket) {
     }
     for (Outgoing& one : connection.outgoing) {
       if (one.ticket != ticket) continue;
-      one.text.assign(one.data, one.header.bytes);
-      one.data = one.text.data();
+      one.text = std::make_shared<const std::string>(one.data, one.header.bytes);
+      one.data = one.text->data();
       one.ticket = kNoTicket;
     }
     for (auto& [key, sent] : connection.unconfirmed)
@@ -368,14 +368,14 @@ void SocketMesh::Cancel(Ticket ticket) {
   }
 }
 
-void SocketMesh::SendText(std::string text, int peer, Channel channel, int kind) {
+void SocketMesh::SendText(std::shared_ptr<const std::string> text, int peer, Channel channel, int kind) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Connection& connection = At(peer);
   if (!connection.ended.empty()) return;
   Outgoing& last = connection.outgoing.emplace_back();
-  last.header = {channel, text.size(), kind, Kind::kData};
+  last.header = {channel, text->size(), kind, Kind::kData};
+  last.data = text->data();
   last.text = std::move(text);
-  last.data = last.text.data();
   Write(connection);
 }
 
@@ -451,6 +451,13 @@ void SocketMesh::Close(double patience_s) {
   for (Connection& connection : connections_) {
     if (connection.socket >= 0) close(std::exchange(connection.socket, -1));
     if (connection.ended.empty()) connection.ended = "closed";
+  }
+}
+
+// Another thread may have held the mutex when the process forked. The child has only this thread.
+void SocketMesh::LeaveToParent() {
+  for (Connection& connection : connections_) {
+    if (connection.socket >= 0) close(std::exchange(connection.socket, -1));
   }
 }
 

@@ -54,7 +54,7 @@ class SocketMesh {
   void Cancel(Ticket ticket);
 
   // A text goes out as soon as possible. A rank that has gone never gets it.
-  void SendText(std::string text, int peer, Channel channel, int kind);
+  void SendText(std::shared_ptr<const std::string> text, int peer, Channel channel, int kind);
   // A text that has arrived in this channel, of this kind if one is given. Polls, but throws nothing.
   std::optional<TextMessage> TakeText(Channel channel, std::optional<int> kind = std::nullopt);
   // The same from one peer. Throws if none is there and the peer has gone.
@@ -68,6 +68,8 @@ class SocketMesh {
 
   // Collective, with nothing under way: close all connections, once the others do so or after `patience_s`.
   void Close(double patience_s);
+  // In a child of fork: close its copies of the connections. Nothing can be called afterwards.
+  void LeaveToParent();
 
  private:
   using Key = std::pair<Channel, int>;
@@ -84,8 +86,8 @@ class SocketMesh {
     Header header;
     const char* data = nullptr;
     Ticket ticket = kNoTicket;
-    std::size_t written = 0;  // of the header and the data
-    std::string text = {};    // what `data` points to, for a text
+    std::size_t written = 0;                       // of the header and the data
+    std::shared_ptr<const std::string> text = {};  // what `data` points to, for a text
   };
   struct Posted {
     char* data;
@@ -187,7 +189,7 @@ class SocketTextMessages : public TextMessages {
       : TextMessages(mesh.rank(), mesh.processes()), mesh_(mesh), channel_(channel) {}
 
   void Send(int rank, int kind, const std::string& text) override {
-    mesh_.SendText(text, rank, channel_, kind);
+    mesh_.SendText(std::make_shared<const std::string>(text), rank, channel_, kind);
   }
   std::optional<TextMessage> Receive() override { return mesh_.TakeText(channel_); }
   void Free() override {}

@@ -41,7 +41,7 @@ std::string Described(const SocketAddress& address) {
   throw Error(
       what +
           " TCP must be open between all hosts of the job, at all ports; with several networks, choose "
-          "one by `mpirun --mca btl_tcp_if_include` or `horovodrun --network-interfaces`. Received: " +
+          "one by `hvpipe run --net`, HVPIPE_NET or `horovodrun --network-interfaces`. Received: " +
           received,
       ErrorKind::kPeer);
 }
@@ -188,7 +188,8 @@ Sockets ConnectSockets(const SocketListener& listener, int rank, const std::vect
     return "rank " + std::to_string(peer) + " at " + Described(addresses[static_cast<std::size_t>(peer)]);
   };
   // Nobody waits here for what a higher rank does, so no two ranks wait for each other.
-  for (int peer = 0; peer < rank; ++peer) {
+  // Each begins with another one, so that not all call rank 0 at once.
+  for (int peer = rank - 1; peer >= 0; --peer) {
     const auto at = static_cast<std::size_t>(peer);
     std::string why;
     connected[at] = Call(addresses[at], deadline_s, why);
@@ -199,7 +200,8 @@ Sockets ConnectSockets(const SocketListener& listener, int rank, const std::vect
     if (!WaitFor(listener.socket(), POLLIN, deadline_s)) {
       int peer = rank + 1;
       while (connected[static_cast<std::size_t>(peer)].get() >= 0) ++peer;
-      Fail("Rank " + std::to_string(peer) + " should reach " + name(rank) + " on " + own.process.host + ".",
+      Fail("Rank " + std::to_string(peer) + " should reach rank " + std::to_string(rank) + " on " +
+               own.process.host + ".",
            "no call within " + std::to_string(static_cast<int>(limit_s)) + " s");
     }
     Owned accepted(accept4(listener.socket(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));

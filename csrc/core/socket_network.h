@@ -1,4 +1,4 @@
-// The network over TCP sockets: for ranks that no MPI joins.
+// The network over TCP sockets.
 #pragma once
 
 #include <memory>

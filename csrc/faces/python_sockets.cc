@@ -1,6 +1,7 @@
 // Connections by TCP, as Python opens them, and the objects that it sends over them.
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <thread>
@@ -30,13 +31,17 @@ std::shared_ptr<SocketMesh> ConnectMesh(const SocketListener& listener, int rank
   return std::make_shared<SocketMesh>(ConnectSockets(listener, rank, listeners, token, limit_s));
 }
 
-// Call `ended` until it is true. Throws after `limit_s` seconds, or for a signal.
+// Call `ended` until it is true. Throws if no object moves for `limit_s` seconds, or for a signal.
 template <typename Ended>
-void Await(const Ended& ended, double limit_s, const std::string& what) {
-  const double deadline_s = Now() + limit_s;
-  double nap_s = kShortestNapS, signals_s = 0;
+void Await(SocketMesh& mesh, const Ended& ended, double limit_s, const std::string& what) {
+  std::uint64_t moved = mesh.Moved(kObjects);
+  double deadline_s = Now() + limit_s, nap_s = kShortestNapS, signals_s = 0;
   while (!ended()) {
     const double now_s = Now();
+    if (const std::uint64_t now_moved = mesh.Moved(kObjects); now_moved != moved) {
+      moved = now_moved;
+      deadline_s = now_s + limit_s;
+    }
     if (now_s > deadline_s) {
       throw Error("Waited for the " + what + ": every rank should take part within " +
                       std::to_string(static_cast<int>(limit_s)) + " s (HVPIPE_TIMEOUT). Received: nothing",
@@ -52,18 +57,18 @@ void Await(const Ended& ended, double limit_s, const std::string& what) {
 }
 
 void SendObjects(SocketMesh& mesh, const nb::bytes& object, const std::vector<int>& peers, double limit_s) {
-  const std::string text(object.c_str(), object.size());
+  const auto text = std::make_shared<const std::string>(object.c_str(), object.size());
   const nb::gil_scoped_release release;
   for (const int peer : peers) mesh.SendText(text, peer, kObjects, 0);
-  Await([&] { return mesh.AllWritten(kObjects); }, limit_s, "ranks to take an object");
+  Await(mesh, [&] { return mesh.AllWritten(kObjects); }, limit_s, "ranks to take an object");
 }
 
 nb::bytes ReceiveObject(SocketMesh& mesh, int peer, double limit_s) {
   std::optional<std::string> text;
   {
     const nb::gil_scoped_release release;
-    Await([&] { return (text = mesh.TakeTextFrom(peer, kObjects)).has_value(); }, limit_s,
-          "object of rank " + std::to_string(peer));
+    const auto arrived = [&] { return (text = mesh.TakeTextFrom(peer, kObjects)).has_value(); };
+    Await(mesh, arrived, limit_s, "object of rank " + std::to_string(peer));
   }
   return nb::bytes(text->data(), text->size());
 }
@@ -81,6 +86,7 @@ void BindSockets(nb::module_& module) {
                   nb::arg("addresses"), nb::arg("token"), nb::arg("limit_s"))
       .def("send", &SendObjects, nb::arg("object"), nb::arg("peers"), nb::arg("limit_s"))
       .def("receive", &ReceiveObject, nb::arg("peer"), nb::arg("limit_s"))
+      .def("leave_to_parent", &SocketMesh::LeaveToParent)
       .def("close", [](SocketMesh& mesh) { mesh.Close(kCloseS); }, nb::call_guard<nb::gil_scoped_release>());
   module.def("shared_file_bytes", &SharedFileBytes, nb::arg("slot_bytes"), nb::arg("ranks"),
              nb::arg("several_hosts"));

@@ -240,7 +240,7 @@ class SocketLinks : public Links {
   }
 
   void Send(int rank, std::string bytes, int tag) override {
-    mesh_->SendText(std::move(bytes), rank, control_, tag);
+    mesh_->SendText(std::make_shared<const std::string>(std::move(bytes)), rank, control_, tag);
   }
   std::optional<std::pair<int, std::string>> Receive(int tag) override {
     auto text = mesh_->TakeText(control_, tag);

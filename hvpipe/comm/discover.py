@@ -136,7 +136,7 @@ def horovodrun(environ: Mapping[str, str] | None = None) -> Horovodrun:
 
 @dataclass(frozen=True)
 class TcpInterfaces:
-    """The network interfaces that Open MPI was told to use for TCP.
+    """The network interfaces that a job was told to use for TCP.
 
     Args:
         include: Names of interfaces, and networks such as "10.0.0.0/8"; empty: all.
@@ -153,15 +153,20 @@ class TcpInterfaces:
         return not _is_listed(name, address, self.exclude)
 
 
-def tcp_interfaces(environ: Mapping[str, str] | None = None) -> TcpInterfaces:
-    """Return what `mpirun --mca btl_tcp_if_include` or `btl_tcp_if_exclude` says.
+def tcp_interfaces(net: str = "", environ: Mapping[str, str] | None = None) -> TcpInterfaces:
+    """Return what HVPIPE_NET, or else `mpirun --mca btl_tcp_if_include` or `btl_tcp_if_exclude`, says.
 
     Args:
+        net: The setting HVPIPE_NET; "": it is not set.
         environ: The environment to read; None for this process's own.
     """
     env = os.environ if environ is None else environ
-    listed = (env.get(f"OMPI_MCA_btl_tcp_if_{which}", "").split(",") for which in ("include", "exclude"))
-    include, exclude = (tuple(one.strip() for one in names if one.strip()) for names in listed)
+    texts = (
+        (net, "")
+        if net
+        else (env.get(f"OMPI_MCA_btl_tcp_if_{which}", "") for which in ("include", "exclude"))
+    )
+    include, exclude = (tuple(one.strip() for one in text.split(",") if one.strip()) for text in texts)
     return TcpInterfaces(include, exclude)
 
 

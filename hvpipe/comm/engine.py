@@ -18,7 +18,7 @@ from hvpipe.comm.device_array import (
     is_device_array,
 )
 from hvpipe.comm.host_array import as_bytes, as_plain_dtype, check_output, host_array, reducible_dtype
-from hvpipe.comm.native import import_native
+from hvpipe.comm.native import LeftToParent, import_native
 from hvpipe.comm.rank_gpu import open_gpu, open_gpus_of_all
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World
@@ -45,20 +45,6 @@ def check_compression(compression: str | None) -> None:
     if compression is not None and compression not in WIRE_DTYPE:
         raise HvpipeError(
             f"compression should be None, 'bf16' or 'fp16'. Received: compression={compression!r}"
-        )
-
-
-class LeftToParent:
-    """Stands in for what a child of os.fork() may not use: every call raises HvpipeError."""
-
-    def remove_plan(self, plan: int) -> None:
-        """Do nothing: the plan is the parent's. Models that the child frees call this."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise HvpipeError(
-            "Only the process that the launcher started can communicate with other ranks. A child of "
-            "os.fork() can read hvpipe.rank() and hvpipe.size(). "
-            f"Received: a call of {name} in a forked child"
         )
 
 

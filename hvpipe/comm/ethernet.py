@@ -1,13 +1,13 @@
 """Ranks that MPI joins: whether TCP connections of hvpipe's own carry their data, and at which addresses.
 
-On Ethernet they are faster than MPI. MPI stays where it may have a faster network, and within one host.
+On Ethernet they are faster than MPI, if each host has one rank. MPI stays where it may have a faster network.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hvpipe.log import logger
 FAST_NETWORKS = ("infiniband", "cxi")
 """Classes in /sys/class. Omni-Path, RoCE and EFA cards are in "infiniband", Slingshot's in "cxi"."""
 
-_MOST_RANKS = 256  # each has a connection to every other one
+_MOST_RANKS = 128  # each has a connection to every other one
 _CONNECT_S = 15.0  # all ranks are there already
 _ALL_ADDRESSES = "0.0.0.0"
 
@@ -35,6 +35,7 @@ class Place:
     Args:
         host: The first rank on its host.
         loopback: The same for all processes that reach each other at 127.0.0.1.
+        numbers: All addresses of the host.
         interfaces: Those at which others may reach it.
         fast_network: The name of a card that is faster with MPI than TCP is; "": there is none.
         backend: The setting.
@@ -42,7 +43,8 @@ class Place:
     """
 
     host: int
-    loopback: tuple[str, int]
+    loopback: tuple[str, ...]
+    numbers: frozenset[str]
     interfaces: tuple[Interface, ...]
     fast_network: str = ""
     backend: Backend | None = None
@@ -69,6 +71,7 @@ def over_tcp(ranks: MpiWorld, launch: Launch, settings: Settings) -> MpiWorld | 
             "Received: HVPIPE_BACKEND='tcp'"
         )
     mesh, failure = _connect(ranks, places, settings)
+    # The last one is of a rank that called, and knows why it failed, if there is such a one.
     failures = [each for each in ranks.allgather_object(failure) if each]
     if not failures:
         numbers = Launch(launch.launcher, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size)
@@ -78,12 +81,12 @@ def over_tcp(ranks: MpiWorld, launch: Launch, settings: Settings) -> MpiWorld | 
     if mesh is not None:
         mesh.close()
     if asked:
-        raise InitError(failures[0])
+        raise InitError(failures[-1])
     if ranks.rank == 0:
         logger.warning(
             "hvpipe: MPI carries the data between hosts. TCP connections between all ranks would be faster. "
             "HVPIPE_BACKEND=mpi avoids this warning, and the wait for them. Received: %s",
-            failures[0],
+            failures[-1],
         )
     return ranks
 
@@ -92,8 +95,11 @@ def why_mpi(places: Sequence[Place]) -> str:
     """Return why MPI carries the data of these ranks; "": TCP does."""
     if places[0].backend is not None:
         return "the backend is mpi" if places[0].backend == "mpi" else ""
-    if len({place.host for place in places}) == 1:
+    hosts = {place.host for place in places}
+    if len(hosts) == 1:
         return "all ranks are on one host"
+    if len(hosts) < len(places):
+        return "a host has several ranks"
     if places[0].elastic:
         return "the job is elastic"
     if len(places) > _MOST_RANKS:
@@ -101,21 +107,26 @@ def why_mpi(places: Sequence[Place]) -> str:
     for rank, place in enumerate(places):
         if place.fast_network:
             return f"rank {rank} has a faster network, {place.fast_network}"
-    return ""
+    shared = set.intersection(
+        *({(e.network, e.speed_mbit) for e in p.interfaces if e.physical} for p in places)
+    )
+    speeds = [speed for _, speed in shared]
+    return "all hosts share several networks of one speed" if speeds.count(max(speeds, default=0)) > 1 else ""
 
 
 def address_of(theirs: Place, mine: Place) -> str:
     """Return the address at which I reach them; "": there is none.
 
-    An address in a network that both are in comes first, then the fastest one. Addresses that this host has
-    as well, such as those of bridges for containers, lead nowhere.
+    An address in a network that both are in comes first, then that of a card, then the fastest one. Addresses
+    that this host has as well, such as those of bridges for containers, lead nowhere.
     """
     if theirs.loopback == mine.loopback:
         return "127.0.0.1"
     networks = {each.network for each in mine.interfaces}
-    own = {each.number for each in mine.interfaces}
-    found = [each for each in theirs.interfaces if each.number not in own]
-    best = max(found, key=lambda each: (each.network in networks, each.speed_mbit), default=None)
+    found = [each for each in theirs.interfaces if each.number not in mine.numbers]
+    best = max(
+        found, key=lambda each: (each.network in networks, each.physical, each.speed_mbit), default=None
+    )
     return "" if best is None else best.number
 
 
@@ -124,26 +135,34 @@ def usable(found: Sequence[Interface], asked: TcpInterfaces) -> tuple[Interface,
     return tuple(
         each
         for each in found
-        if asked.allow(each.name, each.number)
+        if each.up
+        and asked.allow(each.name, each.number)
         and not each.between_two
         and not ipaddress.ip_address(each.number).is_link_local
     )
 
 
 def _own_place(ranks: MpiWorld, settings: Settings) -> Place:
+    found = interfaces()
+    numbers = frozenset(each.number for each in found)
     return Place(
         ranks.first_on_host,
-        _loopback(),
-        usable(interfaces(), tcp_interfaces()),
+        _loopback(numbers, ranks.rank),
+        numbers,
+        usable(found, tcp_interfaces(settings.net)),
         _fast_network(),
         settings.backend,
         settings.elastic,
     )
 
 
-def _loopback() -> tuple[str, int]:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # one for each start of Linux
-    return boot, os.stat("/proc/self/ns/net").st_ino
+def _loopback(numbers: Iterable[str], rank: int) -> tuple[str, ...]:
+    """Return the same for all processes of one network namespace. Copies of a machine differ in addresses."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return (boot.strip(), str(os.stat("/proc/self/ns/net").st_ino), *sorted(numbers))
+    except OSError:
+        return (f"rank {rank}",)
 
 
 def _fast_network() -> str:
@@ -161,7 +180,7 @@ def _connect(ranks: MpiWorld, places: Sequence[Place], settings: Settings) -> tu
     failures = [each for each in ranks.allgather_object(missing) if each]
     if failures:
         return None, failures[0]
-    limit_s = min(settings.timeout_s, _CONNECT_S)
+    limit_s = min(settings.timeout_s / 2, _CONNECT_S)  # all wait for the others afterwards
     try:
         return connect_mesh(ranks.rank, _ALL_ADDRESSES, ranks.allgather_object, limit_s, hosts), ""
     except InitError as error:

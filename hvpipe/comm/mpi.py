@@ -222,6 +222,9 @@ class MpiWorld:
                 self._engine_comm.Free()
                 self._comm.Free()
 
+    def leave_to_parent(self) -> None:
+        """In a child of os.fork(): do nothing. MPI's connections cannot be closed there."""
+
     def _limited(self, what: str) -> AbstractContextManager[None]:
         """Limit calls that nothing can interrupt."""
         who = f"rank {self.rank} of {self.size} on {self.host}"

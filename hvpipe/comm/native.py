@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvpipe.errors import BuildMismatchError, InitError
+from hvpipe.errors import BuildMismatchError, HvpipeError, InitError
 
 # hvpipe is on no package index yet.
 REBUILD = (
@@ -123,3 +123,17 @@ def _advice_on_import(error: ImportError) -> str:
             "conda-forge libstdcxx-ng, or build hvpipe with conda's compiler."
         )
     return f"If the MPI library that it was built with is gone, restore it, or rebuild {REBUILD}."
+
+
+class LeftToParent:
+    """Stands in for what a child of os.fork() may not use: every call raises HvpipeError."""
+
+    def remove_plan(self, plan: int) -> None:
+        """Do nothing: the plan is the parent's. Models that the child frees call this."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise HvpipeError(
+            "Only the process that the launcher started can communicate with other ranks. A child of "
+            "os.fork() can read hvpipe.rank() and hvpipe.size(). "
+            f"Received: a call of {name} in a forked child"
+        )

@@ -29,6 +29,7 @@ class Settings:
     """The HVPIPE_* variables, Horovod's and CUDA_VISIBLE_DEVICES, checked. `settings` lists their names."""
 
     backend: Backend | None = None  # None: TCP under `horovodrun --gloo` and between hosts with Ethernet
+    net: str = ""  # networks for TCP between hosts; "": those that Open MPI was told to use, or all
     timeout_s: float = 300.0
     first_step_timeout_s: float | None = None  # None: 6 * timeout_s if a rank may have a GPU, else timeout_s
     shutdown_timeout_s: float | None = None  # None: an hour, or timeout_s if that is longer
@@ -116,6 +117,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | variable | value |
     |---|---|
     | HVPIPE_BACKEND | "mpi" or "tcp": what carries the data between ranks |
+    | HVPIPE_NET | the networks or interfaces for TCP between hosts, as in 10.0.0.0/24 or eth0,eth1 |
     | HVPIPE_TIMEOUT | longest wait for another rank, in seconds |
     | HVPIPE_FIRST_STEP_TIMEOUT | the same until two training steps have ended |
     | HVPIPE_SHUTDOWN_TIMEOUT | longest wait for the others in `shutdown` and MPI_Finalize, in seconds |
@@ -163,6 +165,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     live, live_folder = _live(env, summary)
     found = Settings(
         backend=chosen,
+        net=env.get("HVPIPE_NET", ""),
         timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s),
         first_step_timeout_s=_positive(env, "HVPIPE_FIRST_STEP_TIMEOUT", "seconds", 0.0) or None,
         shutdown_timeout_s=_positive(env, "HVPIPE_SHUTDOWN_TIMEOUT", "seconds", 0.0) or None,

@@ -1,4 +1,4 @@
-"""The world of ranks over TCP, for ranks that no MPI joins, such as those of `horovodrun --gloo`."""
+"""The world of ranks over TCP. `horovodrun --gloo` starts them, or MPI (see hvpipe.comm.ethernet)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.clock_offset import clock_offset_s
 from hvpipe.comm.discover import Launch, horovodrun
-from hvpipe.comm.native import import_native
+from hvpipe.comm.native import LeftToParent, check_mpi, import_native
 from hvpipe.comm.rendezvous import Rendezvous
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import shared_file
@@ -66,6 +66,8 @@ class TcpWorld:
 
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks. Collective."""
+        if self._joined_by is not None:
+            check_mpi(self._joined_by.library_version)
         per_host = settings.ranks_per_host
         places = self.allgather_object(self.rank // per_host if per_host else self._place)
         hosts = [places.index(place) for place in places]
@@ -93,10 +95,19 @@ class TcpWorld:
         """Return the value of rank `root` on every rank (pickled)."""
         if not 0 <= root < self.size:
             raise HvpipeError(f"root should be a rank, 0 to {self.size - 1}. Received: root={root}")
-        if self.rank != root:
-            return self._receive(root)
-        self._send(value, [rank for rank in range(self.size) if rank != root])
-        return value
+        # A binomial tree: each rank that has the object passes it on.
+        after_root = (self.rank - root) % self.size
+        distance = 1 << after_root.bit_length()
+        if after_root > 0:
+            payload = self._mesh.receive((after_root - distance // 2 + root) % self.size, self._timeout_s)
+        else:
+            payload = _pickled(value)
+        targets = []
+        while after_root + distance < self.size:
+            targets.append((after_root + distance + root) % self.size)
+            distance *= 2
+        self._send_bytes(payload, targets)
+        return value if after_root == 0 else pickle.loads(payload)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -131,18 +142,30 @@ class TcpWorld:
         if _opened is self:
             _opened = None
 
+    def leave_to_parent(self) -> None:
+        """In a child of os.fork(): close its copies, so that the others notice when its parent ends."""
+        self._mesh.leave_to_parent()
+        import_native().leave_to_parent(self._mesh)
+        self._mesh = LeftToParent()
+
     @property
     def alone(self) -> bool:
         """Whether the job has one rank."""
         return self.size == 1
 
     def _send(self, value: Any, ranks: list[int]) -> None:
+        self._send_bytes(_pickled(value), ranks)
+
+    def _send_bytes(self, payload: bytes, ranks: list[int]) -> None:
         if ranks:
-            payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
             self._mesh.send(payload, ranks, self._timeout_s)
 
     def _receive(self, rank: int) -> Any:
         return pickle.loads(self._mesh.receive(rank, self._timeout_s))
+
+
+def _pickled(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 _opened: TcpWorld | None = None
@@ -206,16 +229,25 @@ def connect_mesh(
     Raises:
         InitError: If this rank cannot listen, or ranks cannot reach each other.
     """
-    native = import_native()
+    listener, mine = None, ["", 0, ""]
+    failure = ""
     try:
+        native = import_native()
         listener = native.SocketListener(address)
-        everyone = exchange([*listener.address, secrets.token_hex(16)])
+        mine = [*listener.address, secrets.token_hex(16)]
+    except HvpipeError as error:
+        failure = str(error)
+    everyone = exchange([*mine, failure])  # also after a failure, because the others wait for it
+    failures = [each for *_, each in everyone if each]
+    if failures:
+        raise InitError(failure or failures[0])
+    try:
         return native.SocketMesh.connect(
             listener,
             rank=rank,
             addresses=[
                 (host if hosts is None else hosts[peer], port)
-                for peer, (host, port, _) in enumerate(everyone)
+                for peer, (host, port, *_) in enumerate(everyone)
             ],
             token=everyone[0][2],
             limit_s=timeout_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 
@@ -45,14 +46,18 @@ class Interface:
     Args:
         name: Of the interface, such as "eth0".
         address: The address and its network, such as "10.0.0.1/24".
+        up: Whether the interface is switched on.
         speed_mbit: What the driver says, in Mb/s; 0: unknown.
         between_two: Whether it leads to one other host, as tunnels do.
+        physical: Whether it is a card, or several in a bond, and no bridge for containers.
     """
 
     name: str
     address: str
+    up: bool = True
     speed_mbit: int = 0
     between_two: bool = False
+    physical: bool = True
 
     @property
     def number(self) -> str:
@@ -66,26 +71,36 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Return the interfaces of this host that are up, without loopback; [] without psutil."""
+    """Return the IPv4 interfaces of this host, without loopback; [] without psutil."""
     try:
         import psutil
     except ImportError:
         return []
-    states = psutil.net_if_stats()
+    try:
+        states = psutil.net_if_stats()
+    except OSError:  # a kernel that does not answer, as under some emulators
+        states = {}
     found = []
-    for name, addresses in psutil.net_if_addrs().items():
+    for label, addresses in psutil.net_if_addrs().items():
+        name = label.partition(":")[0]  # of eth0:1
         state = states.get(name)
-        if state is None or not state.isup:
-            continue
-        between_two = "pointopoint" in getattr(state, "flags", "")  # which psutil has from 5.9.3 on
         for one in addresses:
-            if one.family == socket.AF_INET and one.netmask and not one.address.startswith("127."):
-                address = ipaddress.ip_interface(f"{one.address}/{one.netmask}")
-                found.append(Interface(name, str(address), state.speed, between_two))
+            if one.family != socket.AF_INET or not one.netmask or one.address.startswith("127."):
+                continue
+            found.append(
+                Interface(
+                    name,
+                    str(ipaddress.ip_interface(f"{one.address}/{one.netmask}")),
+                    state is None or state.isup,
+                    0 if state is None else state.speed,
+                    "pointopoint" in getattr(state, "flags", ""),  # which psutil has from 5.9.3 on
+                    any(Path("/sys/class/net", name, kind).exists() for kind in ("device", "bonding")),
+                )
+            )
     return found
 
 
 def interface_addresses() -> list[tuple[str, str]]:
     """Return the IPv4 addresses of this host with their netmasks, without loopback; [] without psutil."""
-    found = [ipaddress.ip_interface(each.address) for each in interfaces()]
+    found = [ipaddress.ip_interface(each.address) for each in interfaces() if each.up]
     return [(str(each.ip), str(each.netmask)) for each in found]

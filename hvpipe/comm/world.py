@@ -99,6 +99,9 @@ class World(Protocol):
     def close(self) -> None:
         """Free what connects the ranks. Another call does nothing."""
 
+    def leave_to_parent(self) -> None:
+        """In a child of os.fork(): forget what connects the ranks."""
+
 
 class SingleWorld:
     """One rank that nobody launched: every method works without MPI."""
@@ -139,6 +142,9 @@ class SingleWorld:
         sys.exit(code)
 
     def close(self) -> None:
+        pass
+
+    def leave_to_parent(self) -> None:
         pass
 
 

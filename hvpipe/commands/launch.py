@@ -131,7 +131,7 @@ def launcher_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str,
     settings: dict[str, str] = {}
     if spec.network is not None:  # MPI's data goes by UCX or libfabric, whose choice -iface does not change
         settings |= {"UCX_NET_DEVICES": spec.network, "UCX_TLS": "tcp,sm,self"}
-        settings |= {"FI_PROVIDER": "tcp", "FI_TCP_IFACE": spec.network}
+        settings |= {"FI_PROVIDER": "tcp", "FI_TCP_IFACE": spec.network, "HVPIPE_NET": spec.network}
     if spec.mpirun.family == "Intel MPI":
         share = str(spec.cores // spec.ranks) if spec.bind == "core" and spec.on_one_machine else spec.bind
         settings |= {"I_MPI_PIN": "off"} if spec.bind == "none" else {"I_MPI_PIN_DOMAIN": share}

@@ -25,10 +25,13 @@ LAUNCH = Launch("mpirun", None, None, None, None)
 
 
 def place(host: int, *addresses: str, **others: Any) -> Place:
-    """Return a rank on a host with these interfaces, of 1 Gb/s unless "@ Mb/s" follows."""
-    parts = (each.partition("@") for each in addresses)
-    found = tuple(Interface("eth0", address, int(speed or 1000)) for address, _, speed in parts)
-    return Place(host, (f"boot of {host}", 1), found, **others)
+    """Return a rank on a host with these cards, of 1 Gb/s unless "@ Mb/s" follows; "~" begins a bridge's."""
+    found = []
+    for each in addresses:
+        address, _, speed = each.removeprefix("~").partition("@")
+        found.append(Interface("eth0", address, True, int(speed or 1000), physical=not each.startswith("~")))
+    numbers = frozenset(each.number for each in found)
+    return Place(host, (f"boot of {host}",), numbers, tuple(found), **others)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,20 @@ def place(host: int, *addresses: str, **others: Any) -> Place:
             "rank 1 has a faster network, mlx5_0",
             id="InfiniBand",
         ),
-        pytest.param([place(n) for n in range(257)], "there are more than 256 ranks", id="many ranks"),
+        pytest.param([place(0), place(0), place(2)], "a host has several ranks", id="several ranks"),
+        pytest.param([place(n) for n in range(129)], "there are more than 128 ranks", id="many ranks"),
+        pytest.param([place(0, "10.0.0.1/24"), place(1, "10.0.0.2/24")], "", id="one network"),
+        pytest.param(
+            [place(n, f"10.0.0.{n}/24", f"10.1.0.{n}/24") for n in (1, 2)],
+            "all hosts share several networks of one speed",
+            id="two networks",
+        ),
+        pytest.param(
+            [place(n, f"10.0.0.{n}/24", f"10.1.0.{n}/24@10000") for n in (1, 2)],
+            "",
+            id="a slow one, a fast one",
+        ),
+        pytest.param([place(n, f"10.0.0.{n}/24", f"~10.1.0.{n}/24") for n in (1, 2)], "", id="and a bridge"),
     ],
 )
 def test_what_carries_the_data(places: list[Place], why: str) -> None:
@@ -70,6 +86,7 @@ def test_what_carries_the_data(places: list[Place], why: str) -> None:
         pytest.param(
             ["10.9.0.2/24@100000", "10.0.0.2/24"], ["10.0.0.1/24"], "10.0.0.2", id="a common network"
         ),
+        pytest.param(["~10.8.0.1/24@10000", "10.1.0.2/32"], ["10.0.0.1/32"], "10.1.0.2", id="a card first"),
         pytest.param([], ["10.0.0.1/24"], "", id="none"),
     ],
 )
@@ -95,6 +112,11 @@ def test_processes_of_one_machine_use_its_loopback() -> None:
     assert address_of(place(0, "10.0.0.1/24"), place(0, "10.0.0.1/24")) == "127.0.0.1"
 
 
+def test_an_address_of_this_host_is_not_used_even_if_its_interface_is_down() -> None:
+    mine = replace(place(0, "10.0.0.1/24"), numbers=frozenset({"10.0.0.1", "172.17.0.1"}))
+    assert address_of(place(1, "172.17.0.1/16@10000", "10.2.0.2/24"), mine) == "10.2.0.2"
+
+
 def test_interfaces_that_lead_to_no_other_host_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def address(number: str, family: int = socket.AF_INET) -> SimpleNamespace:
         return SimpleNamespace(family=family, address=number, netmask="255.255.255.0")
@@ -109,7 +131,8 @@ def test_interfaces_that_lead_to_no_other_host_are_left_out(monkeypatch: pytest.
         "eth2": [address("10.2.0.1")],
         "eth3": [address("169.254.1.1")],
         "tun0": [address("10.3.0.1")],
-        "gone": [address("10.4.0.1")],
+        "eth2:1": [address("10.5.0.1")],
+        "new": [address("10.4.0.1")],
     }
     states = {
         **{name: state("up,broadcast,running") for name in ("lo", "eth0", "eth2", "eth3")},
@@ -119,15 +142,26 @@ def test_interfaces_that_lead_to_no_other_host_are_left_out(monkeypatch: pytest.
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
 
-    def addresses(**environ: str) -> list[str]:
-        asked = tcp_interfaces({f"OMPI_MCA_btl_tcp_if_{name}": text for name, text in environ.items()})
-        return [each.address for each in usable(interfaces(), asked)]
+    def numbers(net: str = "", **environ: str) -> list[str]:
+        asked = tcp_interfaces(net, {f"OMPI_MCA_btl_tcp_if_{name}": text for name, text in environ.items()})
+        return [each.number for each in usable(interfaces(), asked)]
 
-    assert addresses() == ["10.0.0.1/24", "10.2.0.1/24"]
-    assert addresses(include="eth2, eth1") == ["10.2.0.1/24"]
-    assert addresses(include="10.0.0.0/16") == ["10.0.0.1/24"]
-    assert addresses(exclude="lo,10.0.0.0/24") == ["10.2.0.1/24"]
+    assert numbers() == ["10.0.0.1", "10.2.0.1", "10.5.0.1", "10.4.0.1"]
+    assert numbers(include="eth0, eth1") == ["10.0.0.1"]
+    assert numbers(include="10.0.0.0/16") == ["10.0.0.1"]
+    assert numbers(exclude="lo,10.0.0.0/24,new") == ["10.2.0.1", "10.5.0.1"]
+    assert numbers("eth2", include="eth0") == ["10.2.0.1", "10.5.0.1"]
     assert ("10.3.0.1", "255.255.255.0") in interface_addresses()
+    assert "10.1.0.1" not in dict(interface_addresses())
+
+
+def test_a_kernel_that_does_not_tell_of_its_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(25, "Inappropriate ioctl for device")
+
+    before = interfaces()
+    monkeypatch.setattr(psutil, "net_if_stats", refuse)
+    assert {each.address for each in before} <= {each.address for each in interfaces()}
 
 
 @dataclass
@@ -188,7 +222,7 @@ def test_if_one_rank_cannot_connect_mpi_carries_the_data_of_all(
 
     def refuse(rank: int, address: str, exchange: Any, timeout_s: float, hosts: Any) -> Any:
         if rank == 2:
-            exchange(["127.0.0.1", 9, "token"])
+            exchange(["127.0.0.1", 9, "token", ""])
             raise InitError("Rank 2 should reach rank 0. Received: a firewall")
         return connect(rank, address, exchange, timeout_s, hosts)
 
@@ -212,10 +246,24 @@ def test_ranks_without_a_common_network(
     monkeypatch.setattr(
         ethernet,
         "_own_place",
-        lambda ranks, _: replace(own(ranks, _), loopback=("", ranks.rank), interfaces=()),
+        lambda ranks, _: replace(own(ranks, _), loopback=(f"{ranks.rank}",), interfaces=()),
     )
     assert {world.network for world in join(Settings())} == {"MPI"}
     assert "rank 1 knows no address of rank 0" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_if_one_rank_cannot_listen_mpi_carries_the_data_of_all(
+    bad: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connect = ethernet.connect_mesh
+
+    def fail(rank: int, address: str, exchange: Any, timeout_s: float, hosts: Any) -> Any:
+        return connect(rank, "192.0.2.1" if rank == bad else address, exchange, timeout_s, hosts)  # RFC 5737
+
+    monkeypatch.setattr(ethernet, "connect_mesh", fail)
+    assert {world.network for world in join(Settings())} == {"MPI"}
+    assert "should be able to listen at its address. Received: 192.0.2.1" in caplog.text
 
 
 def test_an_elastic_job_refuses_tcp() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import os
+import signal
 import socket
 import threading
 import time
@@ -121,6 +123,42 @@ def test_a_rank_that_has_ended_is_named() -> None:
     assert "The connection to rank 1 has ended" in on_ranks(2, act)[0]
 
 
+def test_a_child_of_fork_holds_no_connection_open() -> None:
+    """Otherwise nobody would notice that its parent has ended."""
+    together = Together(2)
+
+    def join(rank: int) -> TcpWorld:
+        mesh = connect_mesh(rank, "127.0.0.1", lambda mine: together.exchange(rank, mine), LIMIT_S)
+        return TcpWorld(mesh, Launch("horovodrun", rank, 2, rank, 2), "here", LIMIT_S)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(join, range(2))
+    tells, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            second.leave_to_parent()
+            with pytest.raises(HvpipeError, match="a call of send in a forked child"):
+                second.allgather_object(None)
+            os.write(told, b"ready")
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    try:
+        assert os.read(tells, 5) == b"ready"
+        second._mesh = None  # closes its sockets as the end of a process does
+        began_s = time.monotonic()
+        with pytest.raises(PeerError, match="The connection to rank 1 has ended"):
+            first.allgather_object(None)
+        assert time.monotonic() - began_s < LIMIT_S / 2
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(tells)
+        os.close(told)
+        first.close()
+
+
 def test_strangers_are_not_let_in() -> None:
     """One says nothing, another one says what a rank of another job would."""
     together, calls = Together(2), []
@@ -151,7 +189,7 @@ def test_strangers_are_not_let_in() -> None:
 def test_a_rank_that_cannot_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    nobody = ["127.0.0.1", port, "token"]
+    nobody = ["127.0.0.1", port, "token", ""]
     with pytest.raises(InitError, match=rf"reach rank 0 at 127.0.0.1, port {port}.*Connection refused"):
         connect_mesh(1, "127.0.0.1", lambda mine: [nobody, mine], 5.0)
     with pytest.raises(InitError, match=r"Rank 1 should reach rank 0 .*Received: no call within 1 s"):

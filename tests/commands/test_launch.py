@@ -183,6 +183,7 @@ def test_settings_for_what_hydra_has_no_flags_for() -> None:
         "UCX_TLS": "tcp,sm,self",
         "FI_PROVIDER": "tcp",
         "FI_TCP_IFACE": "eth1",
+        "HVPIPE_NET": "eth1",
     }
     assert launcher_settings(mpich, {}) == network
     assert "UCX_TLS" not in launcher_settings(mpich, {"UCX_TLS": "all"})
