@@ -37,7 +37,7 @@ class Place:
         loopback: The same for all processes that reach each other at 127.0.0.1.
         numbers: All addresses of the host.
         interfaces: Those at which others may reach it.
-        fast_network: The name of a card that is faster with MPI than TCP is; "": there is none.
+        fast_network: The name of a card with which MPI is faster than TCP, or "" without such a card.
         backend: The setting.
         elastic: Whether the job goes on without lost ranks.
     """
@@ -115,7 +115,7 @@ def why_mpi(places: Sequence[Place]) -> str:
 
 
 def address_of(theirs: Place, mine: Place) -> str:
-    """Return the address at which I reach them; "": there is none.
+    """Return the address at which I reach them, or "" if they have none for me.
 
     An address in a network that both are in comes first, then that of a card, then the fastest one. Addresses
     that this host has as well, such as those of bridges for containers, lead nowhere.

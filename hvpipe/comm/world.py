@@ -149,7 +149,7 @@ class SingleWorld:
 
 
 def started_world() -> StartedWorld | None:
-    """Return the ranks of the MPI or Horovod that runs in this process, even if hvpipe has not joined."""
+    """Return the ranks that MPI or TCP has joined in this process, even if hvpipe has not joined them."""
     if "mpi4py.MPI" in sys.modules:
         from hvpipe.comm import mpi
 

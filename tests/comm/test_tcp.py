@@ -59,13 +59,18 @@ def store() -> Iterator[tuple[str, int]]:
     server.server_close()
 
 
+def join(together: Together, rank: int, size: int, timeout_s: float = LIMIT_S) -> TcpWorld:
+    """Return the world of one rank. All ranks call it, each on a thread of its own."""
+    mesh = connect_mesh(rank, "127.0.0.1", lambda mine: together.exchange(rank, mine), LIMIT_S)
+    return TcpWorld(mesh, Launch("horovodrun", rank, size, rank, size), "here", timeout_s)
+
+
 def on_ranks(size: int, act: Callable[[TcpWorld], Any], timeout_s: float = LIMIT_S) -> list[Any]:
     """Run `act` with the world of each rank, on a thread for each. Return what they return, by rank."""
     together = Together(size)
 
     def run(rank: int) -> Any:
-        mesh = connect_mesh(rank, "127.0.0.1", lambda mine: together.exchange(rank, mine), LIMIT_S)
-        world = TcpWorld(mesh, Launch("horovodrun", rank, size, rank, size), "here", timeout_s)
+        world = join(together, rank, size, timeout_s)
         try:
             return act(world)
         finally:
@@ -126,13 +131,8 @@ def test_a_rank_that_has_ended_is_named() -> None:
 def test_a_child_of_fork_holds_no_connection_open() -> None:
     """Otherwise nobody would notice that its parent has ended."""
     together = Together(2)
-
-    def join(rank: int) -> TcpWorld:
-        mesh = connect_mesh(rank, "127.0.0.1", lambda mine: together.exchange(rank, mine), LIMIT_S)
-        return TcpWorld(mesh, Launch("horovodrun", rank, 2, rank, 2), "here", LIMIT_S)
-
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(join, range(2))
+        first, second = threads.map(lambda rank: join(together, rank, 2), range(2))
     tells, told = os.pipe()
     child = os.fork()
     if child == 0:
@@ -141,7 +141,7 @@ def test_a_child_of_fork_holds_no_connection_open() -> None:
             with pytest.raises(HvpipeError, match="a call of send in a forked child"):
                 second.allgather_object(None)
             os.write(told, b"ready")
-            time.sleep(60)
+            time.sleep(60)  # until the parent ends it
         finally:
             os._exit(0)
     try:
