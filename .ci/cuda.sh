@@ -1,42 +1,47 @@
 #!/usr/bin/env bash
-# Compile the CUDA sources for each GPU generation that nvcc knows, with warnings as errors. Fetch NVIDIA's NCCL once,
-# which tests compare with our declarations and open without a GPU. Print what is skipped.
+# Check that kernels.ptx is compiled from kernels.cu, and compile it for each GPU generation that the installed CUDA knows.
+# Fetch once what that needs, and NVIDIA's NCCL, which tests compare with our declarations and open without a GPU. Print
+# what is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-nccl=build/nccl-$(sed -n "s/^nvidia-nccl-cu13==//p" constraints.txt)
-if [ ! -e $nccl ]; then
-    echo "==> fetching NCCL (300 MB)"
-    rm -rf $nccl.part
-    if python -m pip download -q --no-deps -c constraints.txt -d $nccl.part nvidia-nccl-cu13; then
-        python -m zipfile -e $nccl.part/*.whl $nccl.part
-        rm $nccl.part/*.whl
-        mv $nccl.part $nccl
+# fetch FOLDER WHEEL WHAT: the files of a wheel of the constraints
+fetch() {
+    local folder
+    folder=build/$1-$(sed -n "s/^$2==//p" constraints.txt)
+    [ -e "$folder" ] && return
+    echo "==> fetching $3"
+    rm -rf "$folder.part"
+    if python -m pip download -q --no-deps -c constraints.txt -d "$folder.part" "$2"; then
+        python -m zipfile -e "$folder.part"/*.whl "$folder.part"
+        rm "$folder.part"/*.whl
+        mv "$folder.part" "$folder"
     else
-        echo "==> SKIPPED: tests with NVIDIA's NCCL: it could not be fetched"
+        echo "==> SKIPPED: $3 could not be fetched"
+        return 1
     fi
+}
+
+fetch nccl nvidia-nccl-cu13 "NCCL (300 MB)" || true
+if fetch nvrtc nvidia-cuda-nvrtc-cu11 "NVRTC, which compiles the kernels (23 MB)"; then
+    echo "==> kernels.ptx is compiled from kernels.cu?"
+    python .ci/kernels.py --check
 fi
 
-mapfile -t kernels < <(find csrc -name '*.cu' | LC_ALL=C sort)
-# CMake looks there too.
+# Where nvcc is, is ptxas, which does what the driver does on a machine with a GPU.
 PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
-if ! command -v nvcc >/dev/null; then
-    echo "==> SKIPPED: CUDA compile of ${kernels[*]}: no nvcc on PATH"
+if ! command -v ptxas >/dev/null; then
+    echo "==> SKIPPED: kernels.ptx for each GPU generation: no ptxas on PATH"
     exit 0
 fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-known=$(nvcc --list-gpu-code)
-targets=()
-for generation in 70 75 80 90 100; do
-    if grep -qx "sm_$generation" <<<"$known"; then
-        targets+=(-gencode "arch=compute_$generation,code=sm_$generation")
+known=$(ptxas --help)
+for generation in 70 75 80 90 100 120; do
+    if grep -q "'sm_$generation'" <<<"$known"; then
+        echo "==> ptxas -arch=sm_$generation csrc/device/kernels.ptx"
+        ptxas -Werror -arch=sm_$generation csrc/device/kernels.ptx -o "$scratch/kernels.cubin"
     else
-        echo "==> SKIPPED: sm_$generation, unknown to this nvcc"
+        echo "==> SKIPPED: sm_$generation, unknown to this ptxas"
     fi
-done
-strict=(-std=c++17 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wconversion,-Wshadow,-Werror -I csrc)
-for kernel in "${kernels[@]}" csrc/device/cuda_*.cc; do
-    echo "==> nvcc ${targets[*]} -c $kernel"
-    nvcc "${strict[@]}" "${targets[@]}" -c "$kernel" -o "$scratch/$(basename "$kernel").o"
 done

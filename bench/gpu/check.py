@@ -1,12 +1,12 @@
 """Verify and measure hvpipe on this machine's GPU: `python -m bench.gpu.check`.
 
-It builds hvpipe if its GPU library is missing, and runs one_rank_driver.cc. Then it runs
+It runs one_rank_driver.cc, then
 bench.gpu.check_worker with one rank, with two through the host, with two by NCCL, and with four as two hosts
 with NCCL inside each. Every result is compared with a float64 reference, on fresh random data, with poisoned
 outputs. Then NVML's figures are compared with nvidia-smi's, and compute-sanitizer looks at one rank. Each
 part has a time limit, and the others go on after a failure.
 
-It needs PyTorch, MPI and nvcc; bench/README.md says how to install what is missing. On a machine with one GPU
+It needs hvpipe, PyTorch and MPI; bench/README.md says how to install what is missing. On a machine with one GPU
 the ranks share it, which needs NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY); the check then starts MPS, so that
 they run side by side.
 
@@ -52,20 +52,6 @@ def gpus() -> int | str:
     except ImportError as error:
         return f"PyTorch does not load: {error}"
     return count_gpus() or "PyTorch finds no CUDA device"
-
-
-def build() -> None:
-    """Install hvpipe from this folder, unless its GPU library exists."""
-    look = (
-        "import sys; from hvpipe.comm.native import native_directory as native; "
-        "sys.exit(not (native() / 'libhvpipe_cuda.so').exists())"
-    )
-    there = subprocess.run([sys.executable, "-c", look], cwd=REPOSITORY, capture_output=True, check=False)
-    if there.returncode == 0:
-        return
-    print("building hvpipe with its GPU library", flush=True)
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", "."]
-    subprocess.run(command, cwd=REPOSITORY, check=True)
 
 
 def nccl_version(named: str) -> int:
@@ -249,7 +235,6 @@ def main() -> int:
     if isinstance(devices, str):
         print(f"No GPU to check here: {devices}. Nothing was measured (exit {NO_GPU}).")
         return NO_GPU
-    build()
     named = os.environ.get("HVPIPE_NCCL_LIBRARY", "")
     version = nccl_version(named)
     rows: list[Row] = []

@@ -13,11 +13,9 @@ void* Find(const std::string& library, const char* name) {
   const char* const why = handle == nullptr ? dlerror() : nullptr;
   void* const found = handle == nullptr ? nullptr : dlsym(handle, name);
   if (found != nullptr) return found;
-  throw Error(
-      "Device arrays need a build of hvpipe with CUDA's compiler. Install hvpipe again with nvcc on PATH. "
-      "Received: " +
-          (why != nullptr ? std::string(why) : library + " without " + name),
-      ErrorKind::kUsage);
+  throw Error("hvpipe's GPU library should load: install hvpipe again. Received: " +
+                  (why != nullptr ? std::string(why) : library + " without " + name),
+              ErrorKind::kUsage);
 }
 
 }  // namespace

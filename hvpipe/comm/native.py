@@ -23,7 +23,6 @@ class BuildInfo:
     tensorflow: str | None
     mpi: str | None
     compiler: str | None
-    cuda: str | None
 
 
 def read_build_info() -> BuildInfo | None:
@@ -32,7 +31,7 @@ def read_build_info() -> BuildInfo | None:
         info = importlib.import_module("hvpipe._build_info")
     except ImportError:
         return None
-    names = ("TENSORFLOW_VERSION", "MPI_LIBRARY", "COMPILER", "CUDA")
+    names = ("TENSORFLOW_VERSION", "MPI_LIBRARY", "COMPILER")
     values = (getattr(info, name, None) for name in names)
     # MPICH pads its version with spaces.
     return BuildInfo(*(" ".join(str(value).split()) if value else None for value in values))
@@ -76,7 +75,7 @@ def library_folder() -> Path:
 
 
 def cuda_library() -> Path:
-    """Return the path of hvpipe's GPU library, which exists if hvpipe was built with nvcc."""
+    """Return the path of hvpipe's GPU library."""
     return native_directory() / "libhvpipe_cuda.so"
 
 

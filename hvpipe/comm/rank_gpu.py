@@ -8,16 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hvpipe.comm.native import REBUILD, cuda_library, import_native
+from hvpipe.comm.native import cuda_library, import_native
 from hvpipe.comm.settings import Settings
 from hvpipe.errors import HvpipeError, listed
 from hvpipe.log import logger
 
 _MADE_BY_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one in WSL 2
-_NO_GPU, _NO_LIBRARY, _GPU = 0.0, 1.0, 2.0  # what a rank tells the others
-_WITHOUT_LIBRARY = (
-    "hvpipe was built without its GPU library. Rebuild it with CUDA's compiler (nvcc on PATH), " + REBUILD
-)
+_NO_GPU, _GPU = 0.0, 1.0  # what a rank tells the others
 
 
 def assign_gpu(local_rank: int, local_size: int, visible: int) -> int:
@@ -62,11 +59,6 @@ def find_nccl(named: str) -> str:
         if library.exists():
             return str(library)
     return "libnccl.so.2"
-
-
-def has_gpu_library(settings: Settings) -> bool:
-    """Tell whether hvpipe was built with its GPU library, or the settings name another one."""
-    return bool(settings.device_library) or cuda_library().exists()
 
 
 def may_have_gpu(settings: Settings) -> bool:
@@ -133,7 +125,7 @@ def open_gpus_of_all(core: Any, settings: Settings, ordinal: int | None, route: 
     Raises:
         HvpipeError: If HVPIPE_NCCL_LIBRARY names an NCCL, and not all ranks can use their GPUs.
     """
-    mine = _NO_GPU if ordinal is None else _GPU if has_gpu_library(settings) else _NO_LIBRARY
+    mine = _NO_GPU if ordinal is None else _GPU
     found = core.agree("GPUs of all ranks", mine)
     if set(found) == {_NO_GPU}:
         return None
@@ -141,14 +133,9 @@ def open_gpus_of_all(core: Any, settings: Settings, ordinal: int | None, route: 
         opened, why = (True, route) if route is not None else open_gpu(core, settings, ordinal)
         if opened:
             return why
-    elif set(found) == {_NO_LIBRARY}:
-        why = _WITHOUT_LIBRARY
     else:
         without = [str(rank) for rank, each in enumerate(found) if each != _GPU]
-        why = (
-            f"ranks {listed(without)} of {len(found)} have no GPU that TensorFlow sees, or a hvpipe that "
-            f"was built without its GPU library (`hvpipe doctor` says which)"
-        )
+        why = f"ranks {listed(without)} of {len(found)} have no GPU that TensorFlow sees"
     if settings.nccl_library not in ("", "none"):
         raise HvpipeError(f"HVPIPE_NCCL_LIBRARY needs a GPU that works on every rank. Received: {why}")
     if core.rank == 0:

@@ -63,7 +63,7 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
         _library(build, library, load_error),
         _mpirun(environ, library),
         _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
-        *_gpu_findings(gpus, build, environ),
+        *_gpu_findings(gpus, environ),
         _cores(),
         _shared_memory(),
     ]
@@ -81,9 +81,12 @@ def _built(build: BuildInfo | None, engine_error: str) -> list[Finding]:
             build.mpi or "none",
             "" if build.mpi else REBUILD,
         ),
-        Finding("built with CUDA", "ok" if build.cuda else "absent", build.cuda or "none"),
     ]
-    wanted = {"engine": "_engine*.so", "core library": "libhvpipe_core*.so"}
+    wanted = {
+        "engine": "_engine*.so",
+        "core library": "libhvpipe_core*.so",
+        "GPU library": "libhvpipe_cuda*.so",
+    }
     if build.tensorflow:
         wanted["TensorFlow ops"] = "libhvpipe_tf*.so"
     for name, pattern in wanted.items():
@@ -177,14 +180,10 @@ def _gpus() -> Finding:
     return Finding("GPU", "ok", ", ".join(names)) if names else Finding("GPU", "absent", "none")
 
 
-def _gpu_findings(gpus: Finding, build: BuildInfo | None, environ: Mapping[str, str]) -> list[Finding]:
-    """Report the GPUs, and if there are some, whether hvpipe can use them and NCCL."""
+def _gpu_findings(gpus: Finding, environ: Mapping[str, str]) -> list[Finding]:
+    """Report the GPUs and, if there are some, NCCL."""
     if gpus.state != "ok":
         return [gpus]
-    if build is None or build.cuda is None:
-        missing = "hvpipe was built without nvcc: gradients go through host memory, which is slow"
-        how = f"put CUDA's compiler nvcc on PATH (module load cuda), then {REBUILD}"
-        return [gpus, Finding("GPU library", "problem", missing, how)]
     return [gpus, _nccl(find_nccl(environ.get("HVPIPE_NCCL_LIBRARY", "")))]
 
 

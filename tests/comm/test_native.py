@@ -11,11 +11,9 @@ from hvpipe.errors import BuildMismatchError
 
 
 def test_the_build_is_read_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = type(
-        "Info", (), {"TENSORFLOW_VERSION": None, "MPI_LIBRARY": "MPICH Version:      4.2.3", "CUDA": None}
-    )
+    info = type("Info", (), {"TENSORFLOW_VERSION": None, "MPI_LIBRARY": "MPICH Version:      4.2.3"})
     monkeypatch.setitem(sys.modules, "hvpipe._build_info", info)
-    assert read_build_info() == BuildInfo(None, "MPICH Version: 4.2.3", None, None)
+    assert read_build_info() == BuildInfo(None, "MPICH Version: 4.2.3", None)
     check_mpi("MPICH Version: 4.3.0")
     with pytest.raises(BuildMismatchError, match=r"built with MPICH Version: 4\.2\.3, but Open MPI"):
         check_mpi("Open MPI v5.0.11")

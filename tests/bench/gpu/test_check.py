@@ -43,7 +43,6 @@ def test_without_a_gpu_the_check_says_so_and_exits_with_its_code() -> None:
 def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Set up one stand-in GPU for all ranks and an NCCL that may share it. Return the path for the JSON."""
     monkeypatch.setattr(check, "gpus", lambda: 1)
-    monkeypatch.setattr(check, "build", lambda: None)
     monkeypatch.setattr(check, "one_rank", lambda nccl: [])
     monkeypatch.setattr(check, "nvml_against_smi", list)
     monkeypatch.setattr(check, "WORKER", "gpu_stand_in")

@@ -1,44 +1,34 @@
-"""The CUDA device, run on a fake CUDA (tests/support/native/fake_cuda.cc) that needs no GPU."""
+"""The CUDA device, run on a fake driver (tests/support/native/fake_cuda.cc) that needs no GPU."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from native_build import CSRC, build
+from native_build import CSRC, NATIVE, build, compiler
 
 Run = Callable[..., list[str]]
 
 
-@pytest.fixture(scope="module")
-def cuda() -> Path:
-    """Return the folder of CUDA's headers."""
-    nvcc = shutil.which("nvcc")
-    beside = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
-    for folder in (*beside, Path("/usr/local/cuda/include")):
-        if (folder / "cuda_runtime_api.h").exists():
-            return folder
-    pytest.skip("no CUDA headers")
-
-
 @pytest.fixture
-def run(cuda: Path, tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     """Return a function that runs a case of cuda_device_driver and returns the lines that it prints.
 
-    The function compiles the fake CUDA with its `flags`.
+    The function compiles the fake driver with its `flags`.
     """
-    headers = ("-isystem", str(cuda))
-    named = (*headers, "-Wl,-soname,libcuda.so.1")
-    sources = (str(CSRC / "device" / "cuda_device.cc"), str(CSRC / "device" / "cuda_context.cc"))
-    driver = build("cuda_device_driver.cc", *headers, *sources, str(build("fake_cuda.cc", *named)))
+    named = "-Wl,-soname,libcuda.so.1"
+    device = CSRC / "device"
+    sources = (str(device / "cuda_device.cc"), str(device / "cuda_driver.cc"))
+    kernels = f'-DHVPIPE_PTX="{device / "kernels.ptx"}"'
+    fake = ("-Wl,--no-as-needed", str(build("fake_cuda.cc", named)))
+    driver = build("cuda_device_driver.cc", kernels, *sources, *fake)
 
     def lines(case: str, *flags: str) -> list[str]:
-        (tmp_path / "libcuda.so.1").symlink_to(build("fake_cuda.cc", *named, *flags))
+        (tmp_path / "libcuda.so.1").symlink_to(build("fake_cuda.cc", named, *flags))
         env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
         done = subprocess.run(
             [str(driver), case], capture_output=True, text=True, timeout=60, env=env, check=False
@@ -50,17 +40,23 @@ def run(cuda: Path, tmp_path: Path) -> Run:
 
 
 def test_no_thread_makes_a_context_on_another_device(run: Run) -> None:
-    *threads, zero, one, two = run("contexts")
+    *threads, zero, one, two, modules = run("contexts")
     assert set(threads) == {"current afterwards: -1"}
-    assert (zero, one, two) == ("context on device 0: 0", "context on device 1: 1", "context on device 2: 0")
+    assert zero == "context on device 0: made 0, held 0"
+    assert one == "context on device 1: made 1, held 0"
+    assert two == "context on device 2: made 0, held 0"
+    assert modules == "modules: 0"
 
 
 def test_a_thread_keeps_the_device_that_it_has(run: Run) -> None:
     assert run("kept") == ["inside: 1", "afterwards: 2"]
 
 
-def test_a_failed_cleanup_is_not_reported_by_the_next_call(run: Run) -> None:
-    assert run("stale") == ["last error: 0"]
+def test_every_cast_has_a_kernel_of_its_name(run: Run) -> None:
+    *casts, error = run("casts")
+    assert len(casts) == 10
+    assert all(cast.endswith(": right") for cast in casts), casts
+    assert error.endswith("internal: no cast from float32 to float64")
 
 
 def test_memory_of_another_device_is_refused(run: Run) -> None:
@@ -74,34 +70,64 @@ def test_memory_of_another_device_is_refused(run: Run) -> None:
 
 
 def test_a_failed_allocation_reports_its_size(run: Run) -> None:
-    room, taken, device, left_over, host = run("full")
+    room, taken, device, host = run("full")
     assert taken == "512 taken"
-    assert (room, device, left_over) == ("300000000 of 1000000000", "null: 1", "last error: 0")
+    assert (room, device) == ("300000000 of 1000000000", "null: 1")
     assert "wanted 2147483648 more bytes (raise the limit: ulimit -l" in host
 
 
 def test_each_device_has_a_unique_id_even_on_a_shared_board(run: Run) -> None:
-    *names, error = run("names")
-    parts = [name.split(" | ") for name in names]
+    parts = [name.split(" | ") for name in run("names")]
     assert [name for name, _, _ in parts] == [f"Test GPU 0000:0{n}:00.0" for n in (1, 2, 2)]
     assert [uuid for _, uuid, _ in parts] == ["1a" * 15 + last for last in ("f0", "f1", "f2")]
     assert [board for _, _, board in parts] == [f"0000:0{n}:00.0" for n in (1, 2, 2)]
-    # GPU 0000:01 has a compute capability that the kernels were not compiled for, so opening it fails.
-    assert "CMAKE_CUDA_ARCHITECTURES=61" in error
-    assert "Received: Test GPU 0000:01:00.0 of compute capability 6.1" in error
 
 
 @pytest.mark.parametrize(
-    ("case", "driver"), [("old driver", "a driver for CUDA 11.3"), ("no driver", "no driver")]
+    ("call", "text"),
+    [
+        ("cuModuleLoadData", "the provided PTX was compiled with an unsupported toolchain."),
+        ("cuModuleGetFunction", "an error of the test driver"),
+        ("cuFuncGetAttribute", "an error of the test driver"),
+    ],
 )
-def test_a_driver_older_than_the_build_is_named_with_it(run: Run, case: str, driver: str) -> None:
-    built, left_over, error = run(case)
-    assert "A CUDA device should be usable: the driver is too old" in error
-    assert f"Received: {driver}; hvpipe was {built}, and" in error
-    assert "update the driver, or install hvpipe again with an older nvcc" in error
-    assert left_over == "last error: 0"
+def test_a_gpu_that_cannot_have_the_kernels_is_named(run: Run, call: str, text: str) -> None:
+    left, error = run(call)
+    assert left == "held 0, modules 0"
+    assert "compute capability 7.0 (V100) or later" in error
+    assert (
+        "Received: Test GPU 0000:01:00.0 of compute capability 6.1, a driver for CUDA 13.0: " + text in error
+    )
+
+
+def test_a_driver_that_does_not_start_is_named(run: Run) -> None:
+    error = run("cuInit")[-1]
+    assert (
+        "A CUDA device should be usable: an error of the test driver. Received: a driver for CUDA 13.0"
+        in error
+    )
+
+
+def test_a_driver_older_than_the_kernels_is_refused(run: Run) -> None:
+    (error,) = run("old driver")
+    assert "should support CUDA 11.8 or later: update it. Received: a driver for CUDA 11.3" in error
 
 
 def test_a_driver_that_lacks_a_function_is_too_old(run: Run) -> None:
     (error,) = run("kept", "-DOLD_DRIVER")
-    assert "should support CUDA 11.4 or later. Received: libcuda.so.1 without cuDeviceGetUuid_v2" in error
+    assert (
+        "should support CUDA 11.8 or later: update it. Received: libcuda.so.1 without cuDeviceGetUuid_v2"
+        in error
+    )
+
+
+def test_our_declarations_match_cudas_header() -> None:
+    headers = Path("/usr/local/cuda/include")
+    if not (headers / "cuda.h").exists():
+        pytest.skip("no CUDA headers")
+    command = [
+        *(compiler(), "-std=c++17", "-fsyntax-only", "-I", str(CSRC), "-isystem", str(headers)),
+        str(NATIVE / "cuda_header.cc"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

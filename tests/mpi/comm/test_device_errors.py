@@ -309,10 +309,10 @@ def test_ranks_with_different_nccl_spans_are_an_error(libraries: Libraries) -> N
     engine.stop()
 
 
-def test_a_missing_device_library_names_the_build_that_has_it(libraries: Libraries) -> None:
+def test_a_missing_device_library_is_named(libraries: Libraries) -> None:
     engine = open_engine(libraries, "host", device_library="libnowhere.so")
     array = OnDevice(np.ones(3, np.float32))
-    with pytest.raises(HvpipeError, match="build of hvpipe with CUDA's compiler"):
+    with pytest.raises(HvpipeError, match=r"hvpipe's GPU library should load.*libnowhere"):
         engine.allreduce(array, out=array)
     engine.stop()
 
@@ -321,8 +321,6 @@ def test_hvpipes_own_library_reports_a_missing_driver(libraries: Libraries) -> N
     from hvpipe.comm.native import native_directory
 
     own = native_directory() / "libhvpipe_cuda.so"
-    if not own.exists():
-        pytest.skip("hvpipe was built without nvcc")
     if os.path.exists("/dev/nvidiactl"):
         pytest.skip("there is a GPU")
     engine = open_engine(libraries, "host", device_library=str(own))

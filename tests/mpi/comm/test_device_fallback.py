@@ -111,22 +111,6 @@ def test_ranks_that_cannot_have_a_gpu_do_not_meet(warnings: Any) -> None:
     engine.agree("the end of a case")
 
 
-@pytest.mark.parametrize("without", ["one rank", "all ranks"])
-def test_a_build_without_nvcc_goes_through_host_memory_and_says_so_once(
-    libraries: Libraries, monkeypatch: Any, warnings: Any, tmp_path: Any, without: str
-) -> None:
-    mine = without == "all ranks" or is_rank(LAST)
-    monkeypatch.setattr("hvpipe.comm.rank_gpu.cuda_library", lambda: tmp_path / "libhvpipe_cuda.so")
-    engine = open_engine(libraries, "host", device_library="" if mine else libraries.device)
-    assert not engine.use_gpus_of_all(hvpipe.local_rank())
-    assert not engine.use_gpus_of_all(hvpipe.local_rank())
-    said = warnings()
-    assert len(said) == (hvpipe.rank() == 0)
-    wanted = "nvcc on PATH" if without == "all ranks" or hvpipe.size() == 1 else f"ranks {last()} of"
-    assert all(wanted in text for text in said)
-    assert_trains_through_the_host(engine)
-
-
 @pytest.mark.parametrize("way", ["NCCL", "NCCL inside hosts"])
 @pytest.mark.parametrize(
     ("how", "says"),

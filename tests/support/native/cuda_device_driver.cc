@@ -1,11 +1,12 @@
 // Runs csrc/device/cuda_device.cc on the CUDA of fake_cuda.cc: each case prints its findings.
 //
 //   cuda_device_driver CASE
-#include <cuda_runtime_api.h>
-
 #include <cstdio>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "core/error.h"
 #include "device/device.h"
@@ -13,20 +14,25 @@
 
 extern "C" {
 bool fake_context_made(int device);
+int fake_retained(int device);
+int fake_modules();
 int fake_current();
-cudaError_t fake_last_error();
+void fake_choose(int device);
 void fake_fail(const char* call);
 void fake_driver(int version);
 hvpipe::Device* hvpipe_open_device(int ordinal, int version);
 }
 
-namespace hvpipe {
-bool kernels_missing = false;
-cudaError_t LoadKernels() { return kernels_missing ? cudaErrorNoKernelImageForDevice : cudaSuccess; }
-cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>&, DType, DType, double, cudaStream_t) {
-  return cudaSuccess;
+namespace {
+std::string TextOf(const char* path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
 }
-}  // namespace hvpipe
+const std::string ptx = TextOf(HVPIPE_PTX);
+}  // namespace
+namespace hvpipe {
+const char* const kKernels = ptx.c_str();
+}
 
 namespace {
 
@@ -36,7 +42,8 @@ std::unique_ptr<Device> Open(int ordinal) {
   return std::unique_ptr<Device>(hvpipe_open_device(ordinal, hvpipe::kDeviceInterface));
 }
 
-// Makes each kind of call on a thread that never chose a device, as the progress thread and TensorFlow's threads do.
+// Makes each kind of call on a thread that never chose a device, as the progress thread and TensorFlow's
+// threads do.
 void Contexts() {
   const auto on_fresh_thread = [](const auto& call) {
     std::thread([&] {
@@ -58,7 +65,9 @@ void Contexts() {
   on_fresh_thread([&] { device->Reached(event); });
   on_fresh_thread([&] { device->CopyToHost(host, memory, 16, stream); });
   on_fresh_thread([&] { device->CopyFromHost(memory, host, 16, stream); });
-  on_fresh_thread([&] { device->ScaleAndCast({}, hvpipe::DType::kFloat32, hvpipe::DType::kFloat32, 1, stream); });
+  on_fresh_thread([&] {
+    device->ScaleAndCast({{memory, memory, 4}}, hvpipe::DType::kFloat32, hvpipe::DType::kFloat32, 1, stream);
+  });
   on_fresh_thread([&] { const hvpipe::CurrentDevice current(*device); });
   on_fresh_thread([&] { device->Free(memory); });
   on_fresh_thread([&] { device->FreeHost(host); });
@@ -66,14 +75,16 @@ void Contexts() {
   on_fresh_thread([&] { device->DestroyEvent(event); });
   on_fresh_thread([&] { device.reset(); });
   for (int ordinal = 0; ordinal < 3; ++ordinal) {
-    std::printf("context on device %d: %d\n", ordinal, fake_context_made(ordinal));
+    std::printf("context on device %d: made %d, held %d\n", ordinal, fake_context_made(ordinal),
+                fake_retained(ordinal));
   }
+  std::printf("modules: %d\n", fake_modules());
 }
 
 // A thread whose current device is another one keeps it.
 void Kept() {
   const auto device = Open(1);
-  cudaSetDevice(2);
+  fake_choose(2);
   device->Free(device->Allocate(16));
   {
     const hvpipe::CurrentDevice outer(*device), inner(*device);
@@ -82,13 +93,32 @@ void Kept() {
   std::printf("afterwards: %d\n", fake_current());
 }
 
-// A failure to give something back does not become the error of the next call.
-void Stale() {
+// Casts between all types that buckets and gradients have, several tensors at once.
+void Casts() {
+  using hvpipe::DType;
   const auto device = Open(1);
-  const Device::Event event = device->MakeEvent();
-  fake_fail("cudaEventDestroy");
-  device->DestroyEvent(event);
-  std::printf("last error: %d\n", fake_last_error());
+  const DType types[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
+  // 2 in each type.
+  const std::vector<std::vector<unsigned char>> two = {
+      {0, 0, 0, 0x40}, {0, 0, 0, 0, 0, 0, 0, 0x40}, {0, 0x40}, {0, 0x40}};
+  for (std::size_t from = 0; from < 4; ++from) {
+    for (std::size_t to = 0; to < 4; ++to) {
+      if ((types[from] == DType::kFloat64) != (types[to] == DType::kFloat64)) continue;
+      auto* const input = static_cast<unsigned char*>(device->Allocate(64));
+      auto* const output = static_cast<unsigned char*>(device->Allocate(64));
+      const std::size_t wide = two[from].size(), narrow = two[to].size();
+      for (std::size_t i = 0; i < 5 * wide; ++i) input[i] = two[from][i % wide];
+      device->ScaleAndCast(
+          {{input, output, 2}, {input, output + 3 * narrow, 0}, {input, output + 2 * narrow, 3}}, types[from],
+          types[to], 1, nullptr);
+      bool right = true;
+      for (std::size_t i = 0; i < 64; ++i)
+        right = right && output[i] == (i < 5 * narrow ? two[to][i % narrow] : 0);
+      std::printf("%s to %s: %s\n", hvpipe::NameOf(types[from]), hvpipe::NameOf(types[to]),
+                  right ? "right" : "wrong");
+    }
+  }
+  device->ScaleAndCast({}, DType::kFloat32, DType::kFloat64, 1, nullptr);
 }
 
 // Accepts memory of this device only.
@@ -116,7 +146,6 @@ void Full() {
   std::printf("%zu of %zu\n", memory.free, memory.total);
   std::printf("%zu taken\n", device->AllocatedBytes(device->Allocate(16)));
   std::printf("null: %d\n", device->Allocate(2u << 30) == nullptr);
-  std::printf("last error: %d\n", fake_last_error());
   device->AllocateHost(2u << 30);
 }
 
@@ -126,18 +155,15 @@ void Names() {
     const Device::Identity identity = device->Identify();
     std::printf("%s | %s | %s\n", device->Name().c_str(), identity.device.c_str(), identity.board.c_str());
   }
-  hvpipe::kernels_missing = true;
-  Open(0);
 }
 
-// Opens a device with a driver that supports CUDA up to this version.
-void With(int driver) {
-  std::printf("built with CUDA %d.%d\n", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
-  fake_driver(driver);
+// Opens a device where this call fails.
+void Without(const char* call) {
+  fake_fail(call);
   try {
     Open(0);
   } catch (const hvpipe::Error&) {
-    std::printf("last error: %d\n", fake_last_error());
+    std::printf("held %d, modules %d\n", fake_retained(0), fake_modules());
     throw;
   }
 }
@@ -149,12 +175,13 @@ int main(int, char** argv) {
   try {
     if (wanted == "contexts") Contexts();
     if (wanted == "kept") Kept();
-    if (wanted == "stale") Stale();
+    if (wanted == "casts") Casts();
     if (wanted == "here") Here();
     if (wanted == "full") Full();
     if (wanted == "names") Names();
-    if (wanted == "old driver") With(11030);
-    if (wanted == "no driver") With(0);
+    if (wanted == "old driver") fake_driver(11030);
+    if (wanted == "old driver") Open(0);
+    if (wanted.rfind("cu", 0) == 0) Without(wanted.c_str());
   } catch (const hvpipe::Error& error) {
     std::printf("error %d: %s\n", static_cast<int>(error.kind()), error.what());
   }

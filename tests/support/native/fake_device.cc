@@ -29,11 +29,10 @@ using hvpipe::Device;
 using hvpipe::DType;
 using hvpipe::Error;
 
-template <int kCapacity>
 void ScaleAndCastOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
                 unsigned* launches) {
   hvpipe::WithTypes(from, to, [&](auto source, auto target) {
-    hvpipe::ForEachTable<kCapacity>(pieces, scale, [&](const auto& table, unsigned tiles) {
+    hvpipe::ForEachTable(pieces, scale, [&](const auto& table, unsigned tiles) {
       for (unsigned tile = 0; tile < tiles; ++tile) {
         for (unsigned thread = 0; thread < hvpipe::kTileThreads; ++thread) {
           hvpipe::CastTile<decltype(source), decltype(target)>(table, tile, thread, hvpipe::kTileThreads);
@@ -262,7 +261,7 @@ class FakeDevice : public Device {
       uses.push_back({piece.to, piece.count * hvpipe::SizeOf(to)});
     }
     const auto run = [=] {
-      ScaleAndCastOnHost<hvpipe::kFewPieces>(pieces, from, to, scale, nullptr);
+      ScaleAndCastOnHost(pieces, from, to, scale, nullptr);
       return true;
     };
     TheStreams().Add(stream, run, std::move(uses));
@@ -318,12 +317,11 @@ int host_memory_allocations() { return host_allocations; }
 
 // Runs the code of the kernel on the CPU. Returns the number of launches.
 unsigned move_pieces(int count, const void* const* from, void* const* to, const std::size_t* counts,
-                     int from_type, int to_type, double scale, int many) {
+                     int from_type, int to_type, double scale) {
   std::vector<Device::Piece> pieces;
   for (int i = 0; i < count; ++i) pieces.push_back({from[i], to[i], counts[i]});
   unsigned launches = 0;
-  const auto move = many != 0 ? ScaleAndCastOnHost<hvpipe::kManyPieces> : ScaleAndCastOnHost<hvpipe::kFewPieces>;
-  move(pieces, static_cast<DType>(from_type), static_cast<DType>(to_type), scale, &launches);
+  ScaleAndCastOnHost(pieces, static_cast<DType>(from_type), static_cast<DType>(to_type), scale, &launches);
   return launches;
 }
 }
