@@ -6,9 +6,9 @@ with NCCL inside each. Every result is compared with a float64 reference, on fre
 outputs. Then NVML's figures are compared with nvidia-smi's, and compute-sanitizer looks at one rank. Each
 part has a time limit, and the others go on after a failure.
 
-It needs hvpipe, PyTorch and MPI; bench/README.md says how to install what is missing. On a machine with one GPU
-the ranks share it, which needs NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY); the check then starts MPS, so that
-they run side by side.
+It needs hvpipe, PyTorch and MPI; bench/README.md says how to install what is missing. On a machine with one
+GPU the ranks share it, which needs NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY); the check then starts MPS, so
+that they run side by side.
 
 Exit codes: 0 all is right; 1 a result is wrong, a rank failed or a figure falls short (not with --small); 77
 no GPU.
