@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +67,22 @@ def test_every_setting_has_a_row_with_its_meaning() -> None:
     told = {row[0]: row[2] for row in rows("docs/data-parallel.md") if row[0].startswith("HVPIPE_")}
     assert set(told) == read - {"HVPIPE_DEVICE_LIBRARY"}  # for tests alone
     assert all(told.values())
+
+
+def test_starting_jobs_has_every_option_of_run() -> None:
+    shown = subprocess.run([sys.executable, "-m", "hvpipe", "run", "--help"], capture_output=True, check=True)
+    usage = re.sub(r"\s+", " ", shown.stdout.decode().partition("flags of horovodrun:")[0])
+    options = set(re.findall(r" (--?[a-z][\w-]+)", usage.partition(" options: ")[2]))
+    told = set(re.findall(r"`(-[\w-]+)`", (ROOT / "docs/starting-jobs.md").read_text()))
+    assert options - told <= {
+        "-h",
+        "-n",
+        "-H",
+        "--host",
+        "-hostfile",
+        "--help",
+        "--module",
+    }  # other spellings
 
 
 def test_images_exclude_what_git_ignores() -> None:
