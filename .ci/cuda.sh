@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Check that kernels.ptx is compiled from kernels.cu, and compile it for each GPU generation that the installed CUDA knows.
-# Fetch once what that needs, and NVIDIA's NCCL, which tests compare with our declarations and open without a GPU. Print
-# what is skipped.
+# Check that kernels.ptx is compiled from kernels.cu, and compile it for each GPU generation. Fetch once what that needs,
+# and NVIDIA's NCCL, which tests compare with our declarations and open without a GPU. Print what is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,20 +27,17 @@ if fetch nvrtc nvidia-cuda-nvrtc-cu11 "NVRTC, which compiles the kernels (23 MB)
     python .ci/kernels.py --check
 fi
 
-# Where nvcc is, is ptxas, which does what the driver does on a machine with a GPU.
-PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
-if ! command -v ptxas >/dev/null; then
-    echo "==> SKIPPED: kernels.ptx for each GPU generation: no ptxas on PATH"
-    exit 0
-fi
+# ptxas does what the driver does on a machine with a GPU. The old one knows V100, that of an installed CUDA newer GPUs.
+fetch nvcc nvidia-cuda-nvcc-cu11 "ptxas (20 MB)" || true
+chmod -f +x build/nvcc-*/nvidia/cuda_nvcc/bin/ptxas || true
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-known=$(ptxas --help)
-for generation in 70 75 80 90 100 120; do
-    if grep -q "'sm_$generation'" <<<"$known"; then
-        echo "==> ptxas -arch=sm_$generation csrc/device/kernels.ptx"
-        ptxas -Werror -arch=sm_$generation csrc/device/kernels.ptx -o "$scratch/kernels.cubin"
-    else
-        echo "==> SKIPPED: sm_$generation, unknown to this ptxas"
-    fi
+for ptxas in build/nvcc-*/nvidia/cuda_nvcc/bin/ptxas "${CUDA_HOME:-/usr/local/cuda}/bin/ptxas"; do
+    [ -x "$ptxas" ] || continue
+    known=$("$ptxas" --help)
+    for generation in 70 75 80 86 89 90 100 120; do
+        grep -q "'sm_$generation'" <<<"$known" || continue
+        echo "==> $ptxas -arch=sm_$generation csrc/device/kernels.ptx"
+        "$ptxas" -Werror -arch=sm_$generation csrc/device/kernels.ptx -o "$scratch/kernels.cubin"
+    done
 done

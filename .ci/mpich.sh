@@ -17,7 +17,7 @@ if [ "$(version "$own")" != "$(version "$venv")" ]; then
 fi
 packages "$venv" >"$(packages "$own")/others.pth" # the editable hvpipe in there is not seen
 "$own/bin/python" -m pip install --quiet --no-deps -c "$constraints" mpich
-export PATH=$own/bin:$venv/bin:$PATH SKBUILD_BUILD_DIR=build/venv-mpich SKBUILD_CMAKE_DEFINE=HVPIPE_CUDA=OFF
+export PATH=$own/bin:$venv/bin:$PATH SKBUILD_BUILD_DIR=build/venv-mpich
 unset PYTHONPATH
 echo "==> building hvpipe against $("$own/bin/mpichversion" | head -n 1)"
 mkdir -p build

@@ -40,6 +40,7 @@ REPOSITORY = Path(__file__).parents[2]
 WORKER = "bench.gpu.check_worker"
 RUN_TIMEOUT_S = 600.0  # of each run: a new GPU may first compile kernels
 CACHE = {"CUDA_CACHE_MAXSIZE": str(4 << 30)}  # so that CUDA keeps them
+KERNELS = "hvpipe_cast_"  # the names of hvpipe's kernels begin so
 SHARES_A_GPU = 23000  # from this version of NCCL on, two ranks may share a GPU
 
 Row = dict[str, Any]
@@ -187,7 +188,7 @@ def sanitize(tool: str, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
     # Frameworks ask for what a GPU may lack, and handle the answer: not an error.
     under += ["--report-api-errors", "no"] if tool == "memcheck" else []
     # Racecheck reports hazards in cuBLAS's own kernels: look only at hvpipe's.
-    under += ["--kernel-name", "kernel_substring=ScaleAndCast"] if tool == "racecheck" else []
+    under += ["--kernel-name", f"kernel_substring={KERNELS}"] if tool == "racecheck" else []
     wrong = [row for row in run(1, {}, True, timeout_s, under) if row["ok"] is False]
     result = "no error" if not wrong else "; ".join(f"{row['what']}: {row['result']}" for row in wrong)
     return [{"what": what, "result": result, "ok": not wrong}]

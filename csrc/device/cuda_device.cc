@@ -110,6 +110,7 @@ class CudaDevice : public Device {
   // cleared.
   void Clear(void* memory, std::size_t bytes) override {
     const CurrentDevice current(*this);
+    if (bytes == 0) return;
     HVPIPE_CUDA(MemsetD8Async, At(memory), 0, bytes, cuda::LegacyStream());
     HVPIPE_CUDA(StreamSynchronize, cuda::LegacyStream());
   }
@@ -168,10 +169,12 @@ class CudaDevice : public Device {
   }
 
   void CopyToHost(void* host, const void* device, std::size_t bytes, Stream stream) override {
+    if (bytes == 0) return;  // for which the driver promises nothing
     const CurrentDevice current(*this);
     HVPIPE_CUDA(MemcpyDtoHAsync, host, At(device), bytes, stream);
   }
   void CopyFromHost(void* device, const void* host, std::size_t bytes, Stream stream) override {
+    if (bytes == 0) return;
     const CurrentDevice current(*this);
     HVPIPE_CUDA(MemcpyHtoDAsync, At(device), host, bytes, stream);
   }
@@ -213,21 +216,18 @@ class CudaDevice : public Device {
     Leave();
   }
 
-  // The driver compiles them for this GPU, and keeps them in its cache. All of them at the start, because at
-  // the first pack the other ranks would already wait for this one. The driver may load a function as late as
-  // at its first launch, unless something is asked about it.
+  // The driver compiles them for this GPU, or takes them from its cache. It loads a kernel when it is asked
+  // for: all of them here, because at the first pack the other ranks would already wait for this one.
   void LoadKernels() {
     const CurrentDevice current(*this);
     int code = driver_.ModuleLoadData(&module_, kKernels);
+    if (code == cuda::kOutOfMemory) driver_.Check(code, "cuModuleLoadData");
     for (const DType from : kDTypes) {
       for (const DType to : kDTypes) {
         if ((from == DType::kFloat64) != (to == DType::kFloat64)) continue;
-        const std::string name = "cast_" + std::string(NameOf(from)) + "_" + NameOf(to);
-        void*& kernel = kernels_[{from, to}];
-        int threads = 0;
-        if (code == cuda::kSuccess) code = driver_.ModuleGetFunction(&kernel, module_, name.c_str());
+        const std::string name = "hvpipe_cast_" + std::string(NameOf(from)) + "_" + NameOf(to);
         if (code == cuda::kSuccess)
-          code = driver_.FuncGetAttribute(&threads, cuda::kThreadsOfFunction, kernel);
+          code = driver_.ModuleGetFunction(&kernels_[{from, to}], module_, name.c_str());
       }
     }
     if (code == cuda::kSuccess) return;
@@ -266,7 +266,7 @@ int hvpipe_count_devices() { return hvpipe::Count(); }
 
 hvpipe::Device* hvpipe_open_device(int ordinal, int version) {
   if (version != hvpipe::kDeviceInterface) {
-    throw hvpipe::Error("hvpipe's CUDA library is from another build; install hvpipe again",
+    throw hvpipe::Error("hvpipe's GPU library is from another build; install hvpipe again",
                         hvpipe::ErrorKind::kUsage);
   }
   const int devices = hvpipe::Count();

@@ -21,7 +21,6 @@ constexpr int kTypeOfPointer = 2;  // attributes of a pointer
 constexpr int kIsManaged = 8;
 constexpr int kDeviceOfPointer = 9;
 constexpr unsigned kDeviceMemory = 2;  // a type of a pointer
-constexpr int kThreadsOfFunction = 0;  // an attribute of a function
 constexpr unsigned kNonBlockingStream = 1;
 constexpr unsigned kEventWithoutTiming = 2;
 constexpr unsigned kPortableHostMemory = 1;
@@ -70,7 +69,6 @@ struct Uuid {
   X(ModuleLoadData, cuModuleLoadData, void**, const void*)                                           \
   X(ModuleUnload, cuModuleUnload, void*)                                                             \
   X(ModuleGetFunction, cuModuleGetFunction, void**, void*, const char*)                              \
-  X(FuncGetAttribute, cuFuncGetAttribute, int*, int, void*)                                          \
   X(LaunchKernel, cuLaunchKernel, void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
     unsigned, void*, void**, void**)                                                                 \
   X(GetErrorString, cuGetErrorString, int, const char**)

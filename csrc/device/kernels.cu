@@ -4,10 +4,10 @@
 #include "device/cast_tile.h"
 
 // Named after the dtypes: CudaDevice finds them by name.
-#define HVPIPE_CAST(from, From, to, To)                                     \
-  extern "C" __global__ void __launch_bounds__(hvpipe::kTileThreads)        \
-      cast_##from##_##to(const __grid_constant__ hvpipe::TileTable table) { \
-    hvpipe::CastTile<From, To>(table, blockIdx.x, threadIdx.x, blockDim.x); \
+#define HVPIPE_CAST(from, From, to, To)                                               \
+  extern "C" __global__ void __launch_bounds__(hvpipe::kTileThreads)                  \
+      hvpipe_cast_##from##_##to(const __grid_constant__ hvpipe::TileTable table) {    \
+    hvpipe::CastTile<From, To>(table, blockIdx.x, threadIdx.x, hvpipe::kTileThreads); \
   }
 #define HVPIPE_CAST_TO_ALL(from, From)           \
   HVPIPE_CAST(from, From, float32, float)        \

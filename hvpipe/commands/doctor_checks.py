@@ -181,10 +181,18 @@ def _gpus() -> Finding:
 
 
 def _gpu_findings(gpus: Finding, environ: Mapping[str, str]) -> list[Finding]:
-    """Report the GPUs and, if there are some, NCCL."""
+    """Report the GPUs and, if there are some, whether hvpipe can use their driver, and NCCL."""
     if gpus.state != "ok":
         return [gpus]
-    return [gpus, _nccl(find_nccl(environ.get("HVPIPE_NCCL_LIBRARY", "")))]
+    return [gpus, _driver(), _nccl(find_nccl(environ.get("HVPIPE_NCCL_LIBRARY", "")))]
+
+
+def _driver() -> Finding:
+    count, error = _in_new_process(_COUNT_GPUS)
+    if not error:
+        return Finding("GPU driver", "ok", f"serves {count} GPUs here")
+    advice = "update the driver; until then gradients go through host memory, which is slow"
+    return Finding("GPU driver", "problem", error, advice)
 
 
 def _nccl(path: str) -> Finding:
@@ -220,7 +228,11 @@ def _shared_memory() -> Finding:
     return Finding("shared memory", "ok", found)
 
 
-# Runs in a separate process, because an unsuitable MPI may end the process that loads it.
+# These run in a separate process, because an unsuitable MPI may end the process that loads it.
+_COUNT_GPUS = """
+from hvpipe.comm.native import cuda_library, import_native
+print(import_native().count_devices(str(cuda_library())))
+"""
 _LOAD = """
 from hvpipe.comm.mpi import library_version
 print(library_version(), flush=True)
@@ -230,12 +242,13 @@ import_native()
 
 
 def _mpi_library() -> tuple[str | None, str]:
-    """Load MPI and the engine in a new process.
+    """Return the MPI's version, and "" or why the engine does not load. Without MPI: None, and why."""
+    return _in_new_process(_LOAD)
 
-    Returns:
-        The MPI's version, and "" or why the engine does not load. Without MPI: None, and why.
-    """
-    command = [sys.executable, "-c", _LOAD]
+
+def _in_new_process(program: str) -> tuple[str | None, str]:
+    """Run a program of Python. Return what it printed, None if nothing, and "" or why it failed."""
+    command = [sys.executable, "-c", program]
     root = str(Path(__file__).parents[2])
     try:
         done = subprocess.run(

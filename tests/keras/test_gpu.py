@@ -166,13 +166,13 @@ def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:
     assert engine.ordinal == 2
 
 
-@pytest.mark.parametrize(("built", "place"), [(True, "GPU"), (False, "CPU")])
+@pytest.mark.parametrize(("opens", "place"), [(True, "GPU"), (False, "CPU")])
 def test_ops_are_placed_on_the_device_of_their_plans_memory(
-    monkeypatch: Any, built: bool, place: str
+    monkeypatch: Any, opens: bool, place: str
 ) -> None:
-    """TensorFlow sees a GPU, and hvpipe was built with or without the GPU library. The graph never runs."""
+    """TensorFlow sees a GPU, and every rank opens its own, or one cannot. The graph never runs."""
     sees(monkeypatch, ["GPU:0"])
-    engine = Engine(built)
+    engine = Engine(opens)
     session = SimpleNamespace(engine=engine, settings=Settings(bucket_bytes=1000), announcements=0)
     reducer = BucketReducer(session, "gradients", [tf.Variable([1.0, 2.0], name="weight")])
 
@@ -182,15 +182,15 @@ def test_ops_are_placed_on_the_device_of_their_plans_memory(
 
     graph = tf.function(step).get_concrete_function().graph
     placed = {op.type: op.device for op in graph.get_operations() if op.type.startswith("Hvpipe")}
-    assert engine.on_device is built
+    assert engine.on_device is opens
     assert placed["HvpipeSubmit"].endswith(f"{place}:0")
     assert placed["HvpipeCollect"].endswith(f"{place}:0")
 
 
-@pytest.mark.parametrize(("built", "row"), [(True, 0), (False, 64)])
-def test_tables_on_a_gpu_are_sent_whole(monkeypatch: Any, built: bool, row: int) -> None:
+@pytest.mark.parametrize(("opens", "row"), [(True, 0), (False, 64)])
+def test_tables_on_a_gpu_are_sent_whole(monkeypatch: Any, opens: bool, row: int) -> None:
     sees(monkeypatch, ["GPU:0"])
-    session = SimpleNamespace(engine=Engine(built), settings=Settings(), announcements=0)
+    session = SimpleNamespace(engine=Engine(opens), settings=Settings(), announcements=0)
     table = keras.Variable(np.zeros((5000, 64), np.float32))
     reducer = BucketReducer(session, "gradients", [table], ReduceOptions(tables=frozenset({identity(table)})))
     assert [bucket.row for bucket in reducer.plan.buckets] == [row]

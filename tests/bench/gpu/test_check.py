@@ -149,6 +149,11 @@ def test_two_ranks_share_a_gpu_only_with_an_nccl_that_can(monkeypatch: pytest.Mo
     assert check.runs(4, 22809) == [(1, {}), (2, host), (2, {}), (4, inside)]
 
 
+def test_racecheck_looks_at_hvpipes_kernels() -> None:
+    ptx = (check.REPOSITORY / "csrc/device/kernels.ptx").read_text()
+    assert ptx.count(".visible .entry ") == ptx.count(f".visible .entry {check.KERNELS}") == 10
+
+
 def test_compute_sanitizer_runs_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A program in its place runs what follows its options, and exits with what it found."""
     (tmp_path / "compute-sanitizer").write_text('#!/bin/sh\nshift 6\n"$@"\nexit "$FOUND"\n')

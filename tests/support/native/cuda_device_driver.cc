@@ -18,6 +18,7 @@ int fake_retained(int device);
 int fake_modules();
 int fake_current();
 void fake_choose(int device);
+void fake_manage(const void* place);
 void fake_fail(const char* call);
 void fake_driver(int version);
 hvpipe::Device* hvpipe_open_device(int ordinal, int version);
@@ -65,6 +66,8 @@ void Contexts() {
   on_fresh_thread([&] { device->Reached(event); });
   on_fresh_thread([&] { device->CopyToHost(host, memory, 16, stream); });
   on_fresh_thread([&] { device->CopyFromHost(memory, host, 16, stream); });
+  device->CopyToHost(nullptr, nullptr, 0, stream);
+  device->CopyFromHost(nullptr, nullptr, 0, stream);
   on_fresh_thread([&] {
     device->ScaleAndCast({{memory, memory, 4}}, hvpipe::DType::kFloat32, hvpipe::DType::kFloat32, 1, stream);
   });
@@ -137,6 +140,8 @@ void Here() {
   look("another's", first->Allocate(16));
   look("host", &plain);
   look("page-locked", second->AllocateHost(16));
+  fake_manage(&plain);
+  look("managed", &plain);
 }
 
 // Too little memory: fake_cuda has 1 GB.

@@ -15,7 +15,6 @@ static_assert(ours::kTypeOfPointer == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
 static_assert(ours::kIsManaged == CU_POINTER_ATTRIBUTE_IS_MANAGED);
 static_assert(ours::kDeviceOfPointer == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
 static_assert(ours::kDeviceMemory == CU_MEMORYTYPE_DEVICE);
-static_assert(ours::kThreadsOfFunction == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK);
 static_assert(ours::kNonBlockingStream == CU_STREAM_NON_BLOCKING);
 static_assert(ours::kEventWithoutTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(ours::kPortableHostMemory == CU_MEMHOSTALLOC_PORTABLE);

@@ -31,6 +31,7 @@ std::map<Address, int> memory;           // by address: the device it lies on; -
 std::string failing;                     // name of the call that fails
 int version = 13000;                     // the newest CUDA version that the driver supports
 int loaded = 0;                          // modules
+Address managed = 0;                     // an address in managed memory
 thread_local std::vector<int> contexts;  // by device, the last one current
 
 int Current() { return contexts.empty() ? -1 : contexts.back(); }
@@ -46,6 +47,7 @@ int Begin(const char* call) {
 }
 
 int Allocate(void** out, std::size_t bytes, int device) {
+  if (bytes == 0) return kInvalidValue;
   if (bytes > (1u << 30)) return kOutOfMemory;
   *out = std::malloc(bytes);
   const std::lock_guard<std::mutex> lock(guard);
@@ -76,9 +78,9 @@ Kernel KernelTo(const std::string& to) {
     return nullptr;
 }
 
-Kernel KernelNamed(const std::string& name) {  // such as cast_float32_bfloat16
-  const std::size_t middle = name.find('_', 5);
-  const std::string from = name.substr(5, middle - 5), to = name.substr(middle + 1);
+Kernel KernelNamed(const std::string& name) {  // such as hvpipe_cast_float32_bfloat16
+  const std::size_t first = std::strlen("hvpipe_cast_"), middle = name.find('_', first);
+  const std::string from = name.substr(first, middle - first), to = name.substr(middle + 1);
   if (from == "float32") return KernelTo<float>(to);
   if (from == "float64") return KernelTo<double>(to);
   if (from == "float16") return KernelTo<hvpipe::Half>(to);
@@ -93,6 +95,7 @@ extern "C" {
 bool fake_context_made(int device) { return made[static_cast<std::size_t>(device)]; }
 int fake_retained(int device) { return retained[static_cast<std::size_t>(device)]; }
 int fake_modules() { return loaded; }
+void fake_manage(const void* place) { managed = At(place); }
 int fake_current() { return Current(); }
 void fake_choose(int device) { contexts.assign(1, device); }
 void fake_fail(const char* call) { failing = call; }
@@ -200,10 +203,12 @@ int cuMemsetD8Async(Address of, unsigned char value, std::size_t bytes, void*) {
   return Begin("cuMemsetD8Async");
 }
 int cuMemcpyDtoHAsync_v2(void* to, Address from, std::size_t bytes, void*) {
+  if (bytes == 0) return kInvalidValue;
   std::memcpy(to, Place(from), bytes);
   return Begin("cuMemcpyDtoHAsync");
 }
 int cuMemcpyHtoDAsync_v2(Address to, const void* from, std::size_t bytes, void*) {
+  if (bytes == 0) return kInvalidValue;
   std::memcpy(Place(to), from, bytes);
   return Begin("cuMemcpyHtoDAsync");
 }
@@ -212,8 +217,8 @@ int cuPointerGetAttributes(unsigned count, int* attributes, void** data, Address
   const bool known = found != memory.end();
   for (unsigned i = 0; i < count; ++i) {
     if (attributes[i] == 2) *static_cast<unsigned*>(data[i]) = known ? (found->second < 0 ? 1 : 2) : 0;
-    if (attributes[i] == 8) *static_cast<unsigned char*>(data[i]) = 0;
-    if (attributes[i] == 9) *static_cast<int*>(data[i]) = known ? found->second : -2;
+    if (attributes[i] == 8) *static_cast<unsigned char*>(data[i]) = of == managed;
+    if (attributes[i] == 9) *static_cast<int*>(data[i]) = known ? found->second : 0;
   }
   return Begin("cuPointerGetAttributes");
 }
@@ -253,10 +258,6 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
   const Kernel kernel = KernelNamed(name);
   *function = reinterpret_cast<void*>(kernel);
   return kernel != nullptr ? kSuccess : kNotFound;
-}
-int cuFuncGetAttribute(int* value, int, void*) {
-  *value = 1024;
-  return Begin("cuFuncGetAttribute");
 }
 int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
                    unsigned, void*, void** arguments, void**) {
