@@ -142,6 +142,14 @@ def usable(found: Sequence[Interface], asked: TcpInterfaces) -> tuple[Interface,
     )
 
 
+def fast_network() -> str:
+    """Return the name of a card of this host with which MPI is faster than TCP, or "" without one."""
+    for kind in FAST_NETWORKS:
+        for card in sorted(Path("/sys/class", kind).glob("*")):
+            return card.name
+    return ""
+
+
 def _own_place(ranks: MpiWorld, settings: Settings) -> Place:
     found = interfaces()
     numbers = frozenset(each.number for each in found)
@@ -150,7 +158,7 @@ def _own_place(ranks: MpiWorld, settings: Settings) -> Place:
         _loopback(numbers, ranks.rank),
         numbers,
         usable(found, tcp_interfaces(settings.net)),
-        _fast_network(),
+        fast_network(),
         settings.backend,
         settings.elastic,
     )
@@ -163,13 +171,6 @@ def _loopback(numbers: Iterable[str], rank: int) -> tuple[str, ...]:
         return (boot.strip(), str(os.stat("/proc/self/ns/net").st_ino), *sorted(numbers))
     except OSError:
         return (f"rank {rank}",)
-
-
-def _fast_network() -> str:
-    for kind in FAST_NETWORKS:
-        for card in sorted(Path("/sys/class", kind).glob("*")):
-            return card.name
-    return ""
 
 
 def _connect(ranks: MpiWorld, places: Sequence[Place], settings: Settings) -> tuple[Any, str]:

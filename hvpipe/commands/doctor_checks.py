@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from hvpipe.comm.discover import tcp_interfaces
+from hvpipe.comm.ethernet import fast_network, usable
 from hvpipe.comm.native import (
     REBUILD,
     BuildInfo,
@@ -22,6 +24,7 @@ from hvpipe.comm.native import (
     tensorflow_fits,
 )
 from hvpipe.comm.rank_gpu import find_nccl
+from hvpipe.comm.this_host import interfaces
 from hvpipe.commands import mpirun
 from hvpipe.errors import LaunchError
 from hvpipe.monitor import core_binding
@@ -66,6 +69,7 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
         *_gpu_findings(gpus, environ),
         _cores(),
         _shared_memory(),
+        _network(environ),
     ]
 
 
@@ -226,6 +230,19 @@ def _shared_memory() -> Finding:
         advice = "give the container more (docker run --shm-size=2g), or export HVPIPE_SHARED_MEMORY=0"
         return Finding("shared memory", "problem", found, advice)
     return Finding("shared memory", "ok", found)
+
+
+def _network(environ: Mapping[str, str]) -> Finding:
+    """Report what carries data to other hosts, as far as one host tells."""
+    card = fast_network()
+    if card:
+        return Finding("network", "ok", f"{card}: MPI carries the data between hosts")
+    found = usable(interfaces(), tcp_interfaces(environ.get("HVPIPE_NET", ""), environ))
+    if not found:
+        advice = "for jobs on several hosts, name one of this host's: hvpipe run --net eth0, or HVPIPE_NET"
+        return Finding("network", "absent", "no address at which other hosts reach this one", advice)
+    listed = ", ".join(f"{each.name} ({each.address})" for each in found)
+    return Finding("network", "ok", f"{listed}: TCP carries the data between hosts of one rank each")
 
 
 # These run in a separate process, because an unsuitable MPI may end the process that loads it.

@@ -10,6 +10,7 @@ import pytest
 
 from hvpipe import cli
 from hvpipe.comm.native import BuildInfo
+from hvpipe.comm.this_host import Interface
 from hvpipe.commands import doctor, doctor_checks, mpirun
 from hvpipe.commands.doctor_checks import Finding
 from hvpipe.commands.mpirun import Mpirun
@@ -29,6 +30,8 @@ def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     monkeypatch.setattr(doctor_checks, "read_build_info", lambda: BUILD)
     monkeypatch.setattr(doctor_checks, "_version", installed.get)
     monkeypatch.setattr(doctor_checks, "_mpi_library", lambda: ("Open MPI v5.0.11", ""))
+    monkeypatch.setattr(doctor_checks, "interfaces", lambda: [Interface("eth0", "10.0.0.1/24")])
+    monkeypatch.setattr(doctor_checks, "fast_network", lambda: "")
     monkeypatch.setattr(doctor_checks, "_shared_memory", lambda: Finding("shared memory", "ok", "2.00 GB"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda *_: Mpirun("/mpirun", "Open MPI", (5, 0, 11)))
@@ -161,6 +164,24 @@ def test_this_machine() -> None:
     """Whatever is installed here, no check raises."""
     names = [finding.name for finding in doctor_checks.examine({"PATH": "/usr/bin"})]
     assert {"Python", "TensorFlow", "MPI library", "mpirun", "cores", "shared memory"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("net", "card", "found"),
+    [
+        ("", "", "eth0 (10.0.0.1/24): TCP"),
+        ("10.0.0.0/8", "", "eth0 (10.0.0.1/24): TCP"),
+        ("eth1", "", "no address"),
+        ("", "mlx5_0", "mlx5_0: MPI"),
+    ],
+)
+def test_the_network_between_hosts_is_named(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, net: str, card: str, found: str
+) -> None:
+    monkeypatch.setattr(doctor_checks, "fast_network", lambda: card)
+    findings = {f.name: f for f in doctor_checks.examine({"HVPIPE_NET": net})}
+    assert findings["network"].found.startswith(found)
+    assert findings["network"].state == ("absent" if found == "no address" else "ok")
 
 
 @pytest.mark.parametrize(
