@@ -44,14 +44,17 @@ SocketMesh::SocketMesh(const Sockets& sockets)
       processes_(sockets.processes),
       poller_(epoll_create1(EPOLL_CLOEXEC)),
       connections_(sockets.connected.size()) {
-  for (int peer = 0; peer < size(); ++peer) {
+  for (int peer = 0; peer < size(); ++peer)
     At(peer).socket = sockets.connected[static_cast<std::size_t>(peer)];
+  for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank_) continue;
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.fd = peer;
-    if (epoll_ctl(poller_, EPOLL_CTL_ADD, At(peer).socket, &event) != 0)
-      throw Error(std::string("epoll should watch a connection. Received: ") + std::strerror(errno));
+    if (epoll_ctl(poller_, EPOLL_CTL_ADD, At(peer).socket, &event) == 0) continue;
+    const std::string why = std::strerror(errno);
+    CloseSockets();
+    throw Error("epoll should watch a connection. Received: " + why);
   }
 }
 
@@ -60,7 +63,9 @@ SocketMesh::Channel SocketMesh::NewChannels() {
   return std::exchange(next_channel_, next_channel_ + (Channel{1} << 32));
 }
 
-SocketMesh::~SocketMesh() {
+SocketMesh::~SocketMesh() { CloseSockets(); }
+
+void SocketMesh::CloseSockets() {
   for (const Connection& connection : connections_) {
     if (connection.socket >= 0) close(connection.socket);
   }

@@ -126,6 +126,7 @@ class SocketMesh {
   Ticket NewTicket();
   Connection& At(int peer) { return connections_[static_cast<std::size_t>(peer)]; }
   void CheckConnected(int peer);
+  void CloseSockets();
   // Why a message is not what the receive wants; "": it is.
   static std::string Misfit(const Header& header, const Posted& receive, int peer);
   // With mutex_ held.
