@@ -1,9 +1,8 @@
 // Compiles only if csrc/device/cuda_driver.h agrees with CUDA's own header.
 #include <cuda.h>
 
-#include <type_traits>
-
 #include "device/cuda_driver.h"
+#include "same_parameters.h"
 
 namespace ours = hvpipe::cuda;
 
@@ -20,20 +19,6 @@ static_assert(ours::kEventWithoutTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(ours::kPortableHostMemory == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(sizeof(ours::Uuid) == sizeof(CUuuid));
 static_assert(sizeof(CUresult) == sizeof(int) && sizeof(CUmemorytype) == sizeof(unsigned));
-
-// Pointers and enumerations are interchangeable; all other types must be the same.
-template <typename Type>
-using Passed =
-    std::conditional_t<std::is_pointer_v<Type>, void*, std::conditional_t<std::is_enum_v<Type>, int, Type>>;
-
-template <typename... Ours, typename... Theirs>
-constexpr bool SameParameters(void (*)(Ours...), CUresult (*)(Theirs...)) {
-  if constexpr (sizeof...(Ours) != sizeof...(Theirs)) {
-    return false;
-  } else {
-    return (std::is_same_v<Passed<Ours>, Passed<Theirs>> && ...);
-  }
-}
 
 #define HVPIPE_SAME(name, symbol, ...) \
   static_assert(SameParameters(static_cast<void (*)(__VA_ARGS__)>(nullptr), &symbol));

@@ -2,9 +2,9 @@
 #include <nccl.h>
 
 #include <cstddef>
-#include <type_traits>
 
 #include HVPIPE_NCCL_H
+#include "same_parameters.h"
 
 namespace ours = hvpipe::nccl;
 
@@ -19,22 +19,8 @@ static_assert(offsetof(ours::Config, version) == offsetof(ncclConfig_t, version)
 static_assert(offsetof(ours::Config, blocking) == offsetof(ncclConfig_t, blocking));
 static_assert(sizeof(ncclResult_t) == sizeof(int) && sizeof(ncclDataType_t) == sizeof(int));
 
-// Pointers and enumerations are interchangeable; all other types must be the same.
-template <typename Type>
-using Passed =
-    std::conditional_t<std::is_pointer_v<Type>, void*, std::conditional_t<std::is_enum_v<Type>, int, Type>>;
-template <typename Type, typename Their>
-constexpr bool kSame = std::is_same_v<Passed<Type>, Passed<Their>> ||
-                       (std::is_same_v<Type, ours::UniqueId> && std::is_same_v<Their, ncclUniqueId>);
-
-template <typename... Ours, typename... Theirs>
-constexpr bool SameParameters(void (*)(Ours...), ncclResult_t (*)(Theirs...)) {
-  if constexpr (sizeof...(Ours) != sizeof...(Theirs)) {
-    return false;
-  } else {
-    return (kSame<Ours, Theirs> && ...);
-  }
-}
+template <>
+constexpr bool kSame<ours::UniqueId, ncclUniqueId> = true;
 
 #define HVPIPE_SAME(name, ...) \
   static_assert(SameParameters(static_cast<void (*)(__VA_ARGS__)>(nullptr), &nccl##name));
