@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import numpy as np
 
 from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import metrics_by_log
 from hvpipe.keras.initial_state import broadcast_model, without_xla
 from hvpipe.session import Session, current
 
@@ -89,17 +91,32 @@ class MetricAverageCallback(keras.callbacks.Callback):
 # --- Logs ---------------------------------------------------------------------------------------------------
 
 
+def means_in_logs(model: Any) -> dict[str, tuple[float, float]]:
+    """Return the sum and the sum of weights of each mean in a model's logs, by its name there."""
+    return {
+        name: (float(metric.total.numpy()), float(metric.count.numpy()))
+        for name, metric in metrics_by_log(model).items()
+        if isinstance(metric, keras.metrics.Mean)
+    }
+
+
 def average_logs(
-    session: Session, logs: MutableMapping[str, Any], samples: float, what: str, note: float = 0.0
+    session: Session,
+    logs: MutableMapping[str, Any],
+    samples: float,
+    what: str,
+    note: float = 0.0,
+    means: Mapping[str, tuple[float, float]] = MappingProxyType({}),
 ) -> list[float]:
     """Replace the numbers and arrays in `logs` with their means over ranks; collective.
 
     Args:
         session: The ranks to average over.
         logs: Values by name. Values that are neither numbers nor arrays stay as they are.
-        samples: The weight of this rank's values.
+        samples: The weight of this rank's values that are not in `means`.
         what: Describes the logs, for the error if ranks are at different places.
         note: A number to exchange along with the logs.
+        means: What `means_in_logs` returned when the logs were made.
 
     Returns:
         The `note` of every rank.
@@ -109,17 +126,28 @@ def average_logs(
     values = {
         name: found for name in sorted(logs, key=_by_number) if (found := _numbers(logs[name])) is not None
     }
-    row = np.concatenate([[samples], *(value.ravel() for value in values.values())])[None]
+    own = [_weight(value, means.get(name), samples) for name, value in values.items()]
+    row = np.concatenate([own, *(value.ravel() for value in values.values())])[None]
     # Keras increments the numbers in layer names, so they may differ between ranks.
     listed = [f"{_NUMBER.sub('#', name)}{list(v.shape) or ''}" for name, v in values.items()]
     notes = session.engine.agree(f"{what} ({', '.join(listed)})", note)
     everyone = session.engine.allgather(row)
-    weights = everyone[:, 0] / everyone[:, 0].sum() if everyone[:, 0].sum() > 0 else None
-    means = np.average(everyone[:, 1:], axis=0, weights=weights)
-    for name, value in values.items():
-        mean, means = means[: value.size], means[value.size :]
+    weights, rest = everyone[:, : len(values)], everyone[:, len(values) :]
+    for number, (name, value) in enumerate(values.items()):
+        theirs, rest = rest[:, : value.size], rest[:, value.size :]
+        counted = weights[:, number] if weights[:, number].sum() > 0 else None
+        mean = np.average(theirs, axis=0, weights=counted)
         logs[name] = mean.reshape(value.shape) if value.shape else float(mean[0])
     return notes
+
+
+def _weight(value: Any, mean: tuple[float, float] | None, samples: float) -> float:
+    """Return the weight of a value: what its metric counted, if it is that metric's mean."""
+    if mean is None or value.shape:
+        return samples
+    total, count = mean
+    same = np.isclose(value, total / count if count else 0.0, rtol=1e-4, equal_nan=True)
+    return count if same else samples
 
 
 def _by_number(name: str) -> list[str | int]:

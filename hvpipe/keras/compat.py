@@ -211,6 +211,23 @@ def compiled_metrics(model: Any) -> Any:
     return model._compile_metrics
 
 
+def metrics_by_log(model: Any) -> dict[str, Any]:
+    """Return the metrics by their names in logs (`CompileMetrics._flat_metrics`). Means over ranks."""
+    compiled = compiled_metrics(model)
+    found = {metric.name: metric for metric in model.metrics if metric is not compiled}
+    if compiled is None or not compiled.built:
+        return found
+    lists = [*compiled._flat_metrics, *compiled._flat_weighted_metrics]
+    for number, listed in enumerate(lists):
+        output = f"{listed.output_name}_" if listed and listed.output_name else ""
+        for metric in listed.metrics if listed else ():
+            name = output + metric.name
+            if name in found and number >= len(compiled._flat_metrics):
+                name = f"{output}weighted_{metric.name}"
+            found.setdefault(name, metric)
+    return found
+
+
 def compute_loss(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call `Trainer._compute_loss`, which passes `training` to `compute_loss` if it accepts it."""
     return model._compute_loss(*args, **kwargs)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.arguments import by_name, takes
-from hvpipe.keras.callbacks import average_logs, reads_at_batches, stop_together
+from hvpipe.keras.callbacks import average_logs, means_in_logs, reads_at_batches, stop_together
 from hvpipe.keras.collectives.sync_batch_norm import normalise_over_ranks
 from hvpipe.keras.compat import (
     check_compiled,
@@ -210,6 +210,7 @@ class DataParallel:
         """The `fit` that runs, or the last one."""
         self._methods = methods
         self._set = False  # whether the model's methods have set weights since the ranks last compared them
+        self._means: dict[str, tuple[float, float]] | None = None  # of the epoch, from its validation on
         self._samples_before_fit = 0.0  # since the statistics were averaged
 
     # --- Attaching ------------------------------------------------------------------------------------
@@ -275,9 +276,17 @@ class DataParallel:
             average_variables(self.session, statistics, self._samples_before_fit or 1.0)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Continue with rank 0's state if callbacks have set weights on some ranks; collective."""
+        """Continue with rank 0's state if callbacks have changed it on some ranks; collective."""
         when = f"at the start of epoch {epoch + 1}"
-        self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
+        self._means = None
+        anywhere = self.session.engine.agree(when, float(self._set))
+        rates = self.session.engine.agree(f"learning rate {when}", self._learning_rate())
+        self._take_rank_0s_if_set([*anywhere, *(rate != rates[0] for rate in rates)], when)
+
+    def _learning_rate(self) -> float:
+        """Return the rate that callbacks set; 0 if a schedule gives it."""
+        rate = learning_rate_variable(getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer))
+        return float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
 
     def _take_rank_0s_if_set(self, anywhere: Sequence[float], when: str) -> None:
         self._set = False
@@ -305,7 +314,8 @@ class DataParallel:
         average_variables(self.session, self.statistics(), samples)
         averaged = dict(logs)
         if averaged:
-            average_logs(self.session, averaged, samples, f"logs of epoch {epoch + 1}")
+            means = means_in_logs(self.model) if self._means is None else self._means
+            average_logs(self.session, averaged, samples, f"logs of epoch {epoch + 1}", means=means)
         return averaged
 
     def statistics(self) -> list[Any]:
@@ -337,7 +347,7 @@ class DataParallel:
                 f"Received: {type(model).__name__}.fit{inspect.signature(own)}"
             )
         given = by_name(own, args, kwargs, functools.partial(keras.Model.fit, model))
-        x = same_length(self.session, given.get("x"), given.get("batch_size"), given.get("steps_per_epoch"))
+        x = same_length(self.session, given)
         if "x" in given:
             given["x"] = x
         self.fit_call = FitCall(x, given.get("steps_per_epoch"))
@@ -449,11 +459,16 @@ class DataParallel:
     def _averaged(self, logs: Mapping[str, Any], samples: float, size: int) -> tuple[dict[str, Any], bool]:
         """Return the means over ranks, and whether all ranks of today have evaluated all data."""
         averaged = dict(logs)
-        sizes = average_logs(self.session, averaged, samples, "results of evaluate", note=float(size))
+        means = means_in_logs(self.model)
+        sizes = average_logs(
+            self.session, averaged, samples, "results of evaluate", note=float(size), means=means
+        )
         return averaged, all(each in (0, self.session.world.size) for each in sizes)
 
     def _begin_evaluate(self) -> None:
         self.steps.complete()
+        if self._means is None:  # validation resets the metrics before the epoch ends
+            self._means = means_in_logs(self.model)
         when = "at the start of evaluate"
         if self.steps.ready:
             self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
@@ -478,9 +493,8 @@ class DataParallel:
             # The caller may next set the learning rate, read a layer or call the model.
             self.steps.flush()
         samples = self.steps.train_counter.total() - before
-        anywhere = average_logs(
-            self.session, logs, samples, "results of train_on_batch", note=float(self._set)
-        )
+        what, means = "results of train_on_batch", means_in_logs(self.model)
+        anywhere = average_logs(self.session, logs, samples, what, note=float(self._set), means=means)
         self._take_rank_0s_if_set(anywhere, "in this train_on_batch")
         return logs if return_dict else metrics_in_order(self.model, logs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -141,13 +141,15 @@ def _shard(dataset: Any) -> Any:
     return dataset.take(rounds_in_epoch * world.size).shard(world.size, world.rank)
 
 
-def same_length(session: Session, x: Any, batch_size: int | None, steps_per_epoch: int | None) -> Any:
-    """Return `x`, cut so that an epoch has the same number of steps on all ranks; collective.
+def same_length(session: Session, fit: Mapping[str, Any]) -> Any:
+    """Return `x` of the arguments of `fit`, cut so that epochs have equal steps on all ranks; collective.
 
     tf.data datasets of known lengths are cut to the shortest, with a warning. Arrays of different lengths
     raise a MismatchError. Unknown lengths that differ are noticed at the end of the shorter epoch.
     """
-    steps = -1 if steps_per_epoch is not None else _steps(x, batch_size)
+    x = fit.get("x")
+    kept = 1.0 - (fit.get("validation_split") or 0.0)
+    steps = -1 if fit.get("steps_per_epoch") is not None else _steps(x, fit.get("batch_size"), kept)
     everyone = session.engine.allgather_object(steps)
     known = [count for count in everyone if count >= 0]
     if len(known) < len(everyone) or min(known) == max(known):
@@ -165,13 +167,14 @@ def same_length(session: Session, x: Any, batch_size: int | None, steps_per_epoc
     return x.take(min(known))
 
 
-def _steps(x: Any, batch_size: int | None) -> int:
-    """Return the steps of an epoch, -1 if unknown."""
+def _steps(x: Any, batch_size: int | None, kept: float) -> int:
+    """Return the steps of an epoch, -1 if unknown. Training keeps this share of arrays."""
     if isinstance(x, tf.data.Dataset):
         return max(int(x.cardinality()), -1)
     leaves = tf.nest.flatten(x)
     if leaves and isinstance(leaves[0], (np.ndarray, tf.Tensor)) and leaves[0].ndim > 0:
-        return math.ceil(int(leaves[0].shape[0]) / (batch_size or 32))
+        samples = math.floor(int(leaves[0].shape[0]) * kept)  # as Keras splits
+        return math.ceil(samples / (batch_size or 32))
     return -1
 
 

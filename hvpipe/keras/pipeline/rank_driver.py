@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.graph.deferred_build import foreign_weight_error
+from hvpipe.keras.graph.layer_graph import functional_of
 from hvpipe.keras.graph.stage import StageFunctions
 from hvpipe.keras.pipeline.batch_targets import common_signature, describe_targets
 from hvpipe.keras.pipeline.context import PipelineContext
@@ -76,6 +77,7 @@ class RankDriver:
         self._trained = _TrainedSamples()
         context.session.sample_counters.append(self._trained)
         self._update_metrics = tf.function(self._metrics_in_graph, autograph=False, reduce_retracing=True)
+        self._build_metrics()
 
     def train(self, batch: Batch, *, first: bool) -> StepResult:
         """Run one training step and update this rank's weights; collective.
@@ -213,6 +215,15 @@ class RankDriver:
     def _observe(self, targets: Sequence[Any], outputs: Sequence[Any], masks: Mapping[int, Any]) -> None:
         if compat.compiled_metrics(self._pipeline) is not None:
             self._update_metrics(list(targets), list(outputs), list(masks), list(masks.values()))
+
+    def _build_metrics(self) -> None:
+        """Make the metrics on every rank: callbacks ask them whether more is better."""
+        metrics = compat.compiled_metrics(self._pipeline)
+        if metrics is None or metrics.built or not self._has_y:
+            return
+        targets = [keras.KerasTensor(spec.shape, spec.dtype.name) for spec in self.signature]
+        y, _ = self._pack_targets(targets)
+        metrics.build(y, compat.outputs_structure(functional_of(self._context.model)))
 
     def _metrics_in_graph(
         self, targets: Sequence[Any], outputs: Sequence[Any], masked: Sequence[int], masks: Sequence[Any]

@@ -79,6 +79,41 @@ def test_evaluate_of_unequal_ranks() -> None:
     )
 
 
+def test_weighted_metrics_are_means_over_all_weights() -> None:
+    """Regression guard: they were means over samples. Here the ranks have weights of very different sums."""
+
+    def weighed() -> keras.Model:
+        metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="entropy")]
+        return compiled(mlp, keras.optimizers.SGD(0.0), metrics=metrics, weighted_metrics=["accuracy"])
+
+    x, y = own_samples()
+    weights = np.linspace(1.0, 3.0, len(x), dtype=np.float32) * 10.0 ** hvpipe.rank()
+    everything = [
+        np.concatenate(parts) for parts in zip(*hvpipe.allgather_object((x, y, weights)), strict=True)
+    ]
+
+    def by_keras() -> Any:
+        xs, ys, ws = everything
+        return weighed().evaluate(xs, ys, sample_weight=ws, verbose=0, return_dict=True, batch_size=4)
+
+    wanted = by_rank_0(by_keras)
+    model = parallel(weighed())
+    found = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True, batch_size=4)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    # Other data in the validation, whose weights must not count for the training's means.
+    history = model.fit(
+        *(x, y, len(x)), sample_weight=weights, validation_data=(x[:4], y[:4]), shuffle=False, verbose=0
+    ).history
+    assert {name: history[name][0] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_validation_split_leaves_equal_epochs() -> None:
+    """Regression guard: ranks were refused for batches that only their whole data has."""
+    x, y = samples(49 if hvpipe.rank() == 0 else 48)
+    history = fit(again(parallel_still), x, y=y, batch_size=16, validation_split=0.2)
+    assert_same_on_all_ranks(history)
+
+
 def test_evaluate_before_a_step_uses_rank_0s_weights() -> None:
     """For example, only rank 0 has loaded the weights."""
     x, y = own_samples()

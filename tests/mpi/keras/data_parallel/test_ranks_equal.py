@@ -182,6 +182,16 @@ def test_weights_that_a_callback_sets_on_one_rank() -> None:
     assert start[1]["0"].any() or hvpipe.size() == 1
 
 
+def test_a_learning_rate_that_a_callback_sets_on_rank_0_only(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression guard: the ranks went on with weights of their own."""
+    model = unlike(91)
+    slower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    fit(model, my_batches(1), epochs=3, callbacks=[slower] if hvpipe.rank() == 0 else [])
+    assert_same_on_all_ranks({name: v for name, v in state_of(model).items() if "seed" not in name})
+    told = [record for record in caplog.records if "differed from rank 0 at the start" in record.getMessage()]
+    assert len(told) == (2 if hvpipe.rank() == 0 and hvpipe.size() > 1 else 0)  # the first step does it alone
+
+
 def test_frozen_weights_are_no_statistics() -> None:
     """They may be large, and they are equal on all ranks anyway."""
     model = keras.Sequential(

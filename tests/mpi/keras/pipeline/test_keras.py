@@ -68,6 +68,16 @@ def test_a_callback_that_stops_one_rank_within_an_epoch_stops_all() -> None:
     assert int(pipe.optimizer.iterations) == before + 2
 
 
+def test_callbacks_may_monitor_a_metric_of_the_last_stage() -> None:
+    """Regression guard: on other ranks Keras could not tell whether more is better."""
+    x, y = batches(mlp, 16)
+    pipe = hk.pipeline_parallel(small)
+    pipe.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    stop = keras.callbacks.EarlyStopping("val_accuracy", patience=0, min_delta=2.0)
+    history = pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, validation_data=(x, y), callbacks=[stop])
+    assert len(history.history["val_accuracy"]) == 2
+
+
 def test_one_rank_writes_a_log_that_all_ranks_share(tmp_path: Path) -> None:
     x, y = batches(mlp, 16)
     shared = hvpipe.broadcast_object(str(tmp_path / "log.csv"))
