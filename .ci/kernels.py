@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import difflib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -81,8 +82,8 @@ def main() -> None:
         sys.exit("kernels.py: kernels.ptx should be compiled from kernels.cu: run `python .ci/kernels.py`")
 
 
-def _strings(texts: object) -> ctypes.Array[ctypes.c_char_p]:
-    encoded = [str(text).encode() for text in texts]  # type: ignore[attr-defined]
+def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]
     return (ctypes.c_char_p * len(encoded))(*encoded)
 
 
