@@ -283,7 +283,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_mpirun_of_another_mpi_than_the_build_causes_a_warning(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = BuildInfo(None, "MPICH Version: 4.2.3", None, None)
+    build = BuildInfo(None, "MPICH Version: 4.2.3", None)
     monkeypatch.setattr(launch_options, "read_build_info", lambda: build)
     assert cli.main(["run", "--dry-run", "-np", "1", script]) == 0
     assert (

@@ -92,11 +92,13 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 def means_in_logs(model: Any) -> dict[str, tuple[float, float]]:
-    """Return the sum and the sum of weights of each mean in a model's logs, by its name there."""
+    """Return the sum and the sum of weights of each compiled metric that is a mean, by its name in logs."""
     return {
         name: (float(metric.total.numpy()), float(metric.count.numpy()))
         for name, metric in metrics_by_log(model).items()
         if isinstance(metric, keras.metrics.Mean)
+        and type(metric).result is keras.metrics.Mean.result
+        and metric.total.shape == metric.count.shape == ()
     }
 
 
@@ -113,10 +115,11 @@ def average_logs(
     Args:
         session: The ranks to average over.
         logs: Values by name. Values that are neither numbers nor arrays stay as they are.
-        samples: The weight of this rank's values that are not in `means`.
+        samples: The weight of this rank's values, except means.
         what: Describes the logs, for the error if ranks are at different places.
         note: A number to exchange along with the logs.
-        means: What `means_in_logs` returned when the logs were made.
+        means: What `means_in_logs` returned when the logs were made. These count by their own weights, if
+            that is so on all ranks.
 
     Returns:
         The `note` of every rank.
@@ -126,28 +129,29 @@ def average_logs(
     values = {
         name: found for name in sorted(logs, key=_by_number) if (found := _numbers(logs[name])) is not None
     }
-    own = [_weight(value, means.get(name), samples) for name, value in values.items()]
-    row = np.concatenate([own, *(value.ravel() for value in values.values())])[None]
+    counts = [_count(value, means.get(name)) for name, value in values.items()]
+    row = np.concatenate([[samples], counts, *(value.ravel() for value in values.values())])[None]
     # Keras increments the numbers in layer names, so they may differ between ranks.
     listed = [f"{_NUMBER.sub('#', name)}{list(v.shape) or ''}" for name, v in values.items()]
     notes = session.engine.agree(f"{what} ({', '.join(listed)})", note)
     everyone = session.engine.allgather(row)
-    weights, rest = everyone[:, : len(values)], everyone[:, len(values) :]
+    samples_of, counts_of, rest = np.split(everyone, [1, 1 + len(values)], axis=1)
     for number, (name, value) in enumerate(values.items()):
         theirs, rest = rest[:, : value.size], rest[:, value.size :]
-        counted = weights[:, number] if weights[:, number].sum() > 0 else None
-        mean = np.average(theirs, axis=0, weights=counted)
+        counted = counts_of[:, number]
+        if counted.min() < 0 or counted.sum() == 0:
+            counted = samples_of[:, 0]
+        mean = np.average(theirs, axis=0, weights=counted if counted.sum() > 0 else None)
         logs[name] = mean.reshape(value.shape) if value.shape else float(mean[0])
     return notes
 
 
-def _weight(value: Any, mean: tuple[float, float] | None, samples: float) -> float:
-    """Return the weight of a value: what its metric counted, if it is that metric's mean."""
+def _count(value: Any, mean: tuple[float, float] | None) -> float:
+    """Return the weights in a value that is this mean; -1 if it is not."""
     if mean is None or value.shape:
-        return samples
+        return -1.0
     total, count = mean
-    same = np.isclose(value, total / count if count else 0.0, rtol=1e-4, equal_nan=True)
-    return count if same else samples
+    return count if np.isclose(value, total / count if count else 0.0, rtol=1e-2, equal_nan=True) else -1.0
 
 
 def _by_number(name: str) -> list[str | int]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -212,20 +213,27 @@ def compiled_metrics(model: Any) -> Any:
 
 
 def metrics_by_log(model: Any) -> dict[str, Any]:
-    """Return the metrics by their names in logs (`CompileMetrics._flat_metrics`). Means over ranks."""
+    """Return compiled metrics by their names in logs (`CompileMetrics._flat_metrics`). Means over ranks."""
     compiled = compiled_metrics(model)
-    found = {metric.name: metric for metric in model.metrics if metric is not compiled}
     if compiled is None or not compiled.built:
-        return found
-    lists = [*compiled._flat_metrics, *compiled._flat_weighted_metrics]
-    for number, listed in enumerate(lists):
-        output = f"{listed.output_name}_" if listed and listed.output_name else ""
-        for metric in listed.metrics if listed else ():
-            name = output + metric.name
-            if name in found and number >= len(compiled._flat_metrics):
-                name = f"{output}weighted_{metric.name}"
-            found.setdefault(name, metric)
+        return {}
+    found: dict[str, Any] = {}
+    seen: Counter[str] = Counter()
+    for weighted, lists in enumerate((compiled._flat_metrics, compiled._flat_weighted_metrics)):
+        for listed in filter(None, lists):
+            output = f"{listed.output_name}_" if listed.output_name else ""
+            for metric in listed.metrics:
+                name = output + metric.name
+                if weighted and seen[name]:
+                    name = f"{output}weighted_{metric.name}"
+                seen[name] += 1
+                found[name if seen[name] == 1 else f"{name}_{seen[name] - 1}"] = metric
     return found
+
+
+def is_own_validation(arguments: Mapping[str, Any]) -> bool:
+    """Tell whether `fit` calls `evaluate` with these arguments, at the end of an epoch. Logs of the epoch."""
+    return _CACHED in arguments
 
 
 def compute_loss(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -194,7 +194,7 @@ def average_gradients(
         A dense tensor for each variable, or None if its gradient is None.
 
     Raises:
-        HvpipeError: Before `hvpipe.init()`.
+        HvpipeError: If all gradients are None, or before `hvpipe.init()`.
 
     Example:
         ```python
@@ -208,7 +208,10 @@ def average_gradients(
         return list(gradients)
     used = [place for place, gradient in enumerate(gradients) if gradient is not None]
     if not used:
-        return list(gradients)
+        raise HvpipeError(
+            "Averaging needs at least one gradient, or the other ranks would wait for this one. "
+            "Received: None for every variable"
+        )
     trained = [variables[place] for place in used]
     given = [gradients[place] for place in used]
     reducer = _reducer_for(trained, given, compression, bucket_bytes)

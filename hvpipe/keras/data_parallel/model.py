@@ -22,6 +22,7 @@ from hvpipe.keras.compat import (
     check_compiled,
     epochs_enumerated,
     initial_epoch,
+    is_own_validation,
     layers_in,
     learning_rate_variable,
     metrics_in_order,
@@ -100,7 +101,7 @@ def data_parallel(
     Each rank trains on its own batches (see `shard`), whose sizes may differ. Gradients are averaged over
     all ranks, weighted by samples. Before the first step all ranks take rank 0's weights, optimizer state
     and seeds. A later `fit` compares weights and optimizer state first; if a rank differs, all take rank 0's.
-    Metrics and losses in logs are means over all ranks' samples.
+    Metrics and losses in logs are means over all ranks.
 
     The weights that you see are finished ones, in callbacks and after `train_on_batch` as well. Code that
     runs during a step (another thread, a callback with `reads_weights = False`) must read weights through
@@ -280,13 +281,14 @@ class DataParallel:
         when = f"at the start of epoch {epoch + 1}"
         self._means = None
         anywhere = self.session.engine.agree(when, float(self._set))
-        rates = self.session.engine.agree(f"learning rate {when}", self._learning_rate())
+        rates = self.session.engine.agree(f"learning rate {when}", self._sum_of_rates())
         self._take_rank_0s_if_set([*anywhere, *(rate != rates[0] for rate in rates)], when)
 
-    def _learning_rate(self) -> float:
-        """Return the rate that callbacks set; 0 if a schedule gives it."""
-        rate = learning_rate_variable(getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer))
-        return float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
+    def _sum_of_rates(self) -> float:
+        """Return the sum of the learning rates that callbacks can set. Schedules have none."""
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        rates = map(learning_rate_variable, getattr(optimizer, "optimizers", [optimizer]))
+        return sum(float(rate.numpy()) for rate in rates if isinstance(rate, keras.Variable))
 
     def _take_rank_0s_if_set(self, anywhere: Sequence[float], when: str) -> None:
         self._set = False
@@ -440,6 +442,8 @@ class DataParallel:
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         own, return_dict, given = self._named("evaluate", args, kwargs)
+        if is_own_validation(given):  # which resets the metrics before the epoch ends
+            self._means = means_in_logs(self.model)
         complete = False
         while not complete:
             self.session.run_section(self._begin_evaluate)
@@ -467,8 +471,6 @@ class DataParallel:
 
     def _begin_evaluate(self) -> None:
         self.steps.complete()
-        if self._means is None:  # validation resets the metrics before the epoch ends
-            self._means = means_in_logs(self.model)
         when = "at the start of evaluate"
         if self.steps.ready:
             self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)

@@ -148,7 +148,8 @@ def same_length(session: Session, fit: Mapping[str, Any]) -> Any:
     raise a MismatchError. Unknown lengths that differ are noticed at the end of the shorter epoch.
     """
     x = fit.get("x")
-    kept = 1.0 - (fit.get("validation_split") or 0.0)
+    splits = fit.get("validation_data") is None  # otherwise Keras ignores validation_split
+    kept = 1.0 - (fit.get("validation_split") or 0.0) * splits
     steps = -1 if fit.get("steps_per_epoch") is not None else _steps(x, fit.get("batch_size"), kept)
     everyone = session.engine.allgather_object(steps)
     known = [count for count in everyone if count >= 0]
