@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/dtype.h"
 #include "core/error.h"
 #include "device/cast_tile.h"
 #include "device/device.h"
@@ -31,25 +30,6 @@ void ForEachTable(const std::vector<Device::Piece>& pieces, double scale, const 
     tiles += static_cast<unsigned>(needed);
   }
   flush();
-}
-
-// Call visit(From{}, To{}) with the C++ types of two dtypes.
-template <typename Visit>
-void WithTypes(DType from, DType to, const Visit& visit) {
-  if (from == DType::kFloat64 && to == DType::kFloat64) return visit(double{}, double{});
-  const auto none = [&] {
-    return Error("internal: no cast from " + std::string(NameOf(from)) + " to " + NameOf(to));
-  };
-  const auto with_from = [&](auto source) {
-    if (to == DType::kFloat32) return visit(source, float{});
-    if (to == DType::kFloat16) return visit(source, Half{});
-    if (to == DType::kBFloat16) return visit(source, BFloat16{});
-    throw none();
-  };
-  if (from == DType::kFloat32) return with_from(float{});
-  if (from == DType::kFloat16) return with_from(Half{});
-  if (from == DType::kBFloat16) return with_from(BFloat16{});
-  throw none();
 }
 
 }  // namespace hvpipe

@@ -11,14 +11,14 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <type_traits>
 #include <vector>
 
-#include "device/cast_tile.h"
+#include "cast_types.h"
 
 namespace {
 
 using Address = unsigned long long;
+using hvpipe::DType;
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNoBinary = 209, kUnsupportedPtx = 222;
 constexpr int kInvalidContext = 201, kNotFound = 500, kUnknown = 999;
@@ -64,28 +64,18 @@ int Free(Address address) {
 
 using Kernel = void (*)(const hvpipe::TileTable&, unsigned, unsigned, unsigned);
 
-template <typename From>
-Kernel KernelTo(const std::string& to) {
-  if constexpr (std::is_same_v<From, double>)
-    return to == "float64" ? hvpipe::CastTile<double, double> : nullptr;
-  else if (to == "float32")
-    return hvpipe::CastTile<From, float>;
-  else if (to == "float16")
-    return hvpipe::CastTile<From, hvpipe::Half>;
-  else if (to == "bfloat16")
-    return hvpipe::CastTile<From, hvpipe::BFloat16>;
-  else
-    return nullptr;
-}
-
 Kernel KernelNamed(const std::string& name) {  // such as hvpipe_cast_float32_bfloat16
-  const std::size_t first = std::strlen("hvpipe_cast_"), middle = name.find('_', first);
-  const std::string from = name.substr(first, middle - first), to = name.substr(middle + 1);
-  if (from == "float32") return KernelTo<float>(to);
-  if (from == "float64") return KernelTo<double>(to);
-  if (from == "float16") return KernelTo<hvpipe::Half>(to);
-  if (from == "bfloat16") return KernelTo<hvpipe::BFloat16>(to);
-  return nullptr;
+  constexpr DType kTypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
+  Kernel found = nullptr;
+  for (const DType from : kTypes) {
+    for (const DType to : kTypes) {
+      if (name != "hvpipe_cast_" + std::string(NameOf(from)) + "_" + NameOf(to)) continue;
+      hvpipe::WithTypes(from, to, [&](auto source, auto target) {
+        found = hvpipe::CastTile<decltype(source), decltype(target)>;
+      });
+    }
+  }
+  return found;
 }
 
 }  // namespace

@@ -22,6 +22,7 @@
 #include "core/error.h"
 #include "device/device.h"
 #include "device/tiles.h"
+#include "cast_types.h"
 
 namespace {
 
