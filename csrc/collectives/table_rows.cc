@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
+#include <string>
 
-#include "core/vector_loops.h"
+#include "core/error.h"
 
 namespace hvpipe {
 namespace {
@@ -42,14 +44,55 @@ void TableRows::Pack(const void* table, DType type, double scale) {
     flags_[row] = zero ? 0 : kFlag;
     if (!zero) own_.push_back(row);
   }
-  if (buffer_.use_count() > 1 || buffer_->bytes() < own_.size() * RowBytes()) {
-    buffer_ = Grown(own_.size());
+  MakeRoom(own_.size());
+  for (std::size_t place = 0; place < own_.size(); ++place) {
+    ScaleAndCast(first + own_[place] * row_bytes, type, Row(place), wire_, elements_, scale);
+  }
+}
+
+void TableRows::PackSlices(const std::int64_t* slices, std::size_t count, const void* values, DType type,
+                           double scale) {
+  const auto number = [&](std::size_t slice) { return slices[slice]; };
+  std::vector<std::size_t> order(count);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return number(a) < number(b); });
+  if (count > 0 && number(order.back()) >= static_cast<std::int64_t>(rows())) {
+    throw Error("The rows of a gradient should be numbered from 0 to " + std::to_string(rows() - 1) +
+                    ", the last row of its table. Received: row " + std::to_string(number(order.back())),
+                ErrorKind::kUsage);
+  }
+  std::fill(flags_.begin(), flags_.end(), 0);
+  own_.clear();
+  MakeRoom(std::min(count, rows()));
+  const auto* const given = static_cast<const char*>(values);
+  const std::size_t row_bytes = elements_ * SizeOf(type);
+  std::vector<char> sum(row_bytes);
+  std::size_t at = 0;
+  while (at < count && number(order[at]) < 0) ++at;
+  while (at < count) {
+    const std::int64_t row = number(order[at]);
+    const char* found = given + order[at] * row_bytes;
+    if (++at < count && number(order[at]) == row) {
+      std::memcpy(sum.data(), found, row_bytes);
+      found = sum.data();
+      for (; at < count && number(order[at]) == row; ++at) {
+        AddInto(sum.data(), given + order[at] * row_bytes, type, elements_);
+      }
+    }
+    if (IsZero(found, row_bytes)) continue;
+    ScaleAndCast(found, type, Row(own_.size()), wire_, elements_, scale);
+    own_.push_back(static_cast<std::size_t>(row));
+    flags_[own_.back()] = kFlag;
+  }
+}
+
+void TableRows::MakeRoom(std::size_t rows) {
+  if (buffer_.use_count() > 1 || buffer_->bytes() < rows * RowBytes()) {
+    buffer_ = Grown(rows);
   } else {
     // Pairs with the release by the thread that gave the buffer back.
     std::atomic_thread_fence(std::memory_order_acquire);
-  }
-  for (std::size_t place = 0; place < own_.size(); ++place) {
-    ScaleAndCast(first + own_[place] * row_bytes, type, Row(place), wire_, elements_, scale);
   }
 }
 

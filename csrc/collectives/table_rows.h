@@ -8,6 +8,7 @@
 
 #include "core/aligned_buffer.h"
 #include "core/dtype.h"
+#include "core/vector_loops.h"
 
 namespace hvpipe {
 
@@ -30,6 +31,11 @@ class TableRows {
 
   // Pack the non-zero rows * `scale`, cast to the wire type.
   void Pack(const void* table, DType type, double scale);
+  // The same for a table that is zero but for `slices`: `count` row numbers, and a row for each. Rows with
+  // the same number are summed in their order; a negative number counts for nothing, as in TensorFlow. Throws
+  // before it changes anything if a number is too large.
+  void PackSlices(const std::int64_t* slices, std::size_t count, const void* values, DType type,
+                  double scale);
   // One flag per row, not 0 if this rank has the row. To be summed over the ranks in place.
   void* flags() { return flags_.data(); }
   std::size_t rows() const { return flags_.size(); }
@@ -55,6 +61,10 @@ class TableRows {
   std::shared_ptr<AlignedBuffer> WholeTable() const { return present_.size() == rows() ? buffer_ : nullptr; }
   // Write the whole table: the rows laid out, cast, and zeros elsewhere.
   void Unpack(void* table, DType type) const;
+  // The numbers of the rows laid out, ascending.
+  const std::vector<std::size_t>& present() const { return present_; }
+  // Write the rows laid out, cast.
+  void UnpackPresent(void* values, DType type) const { Cast(buffer_->data(), wire_, values, type, count()); }
 
  private:
   static constexpr std::uint16_t kFlag = 0x3c00;  // 1.0 in float16; an overflow of the sum is not zero either
@@ -63,6 +73,8 @@ class TableRows {
   bool Marked(std::size_t rank, std::size_t row) const {
     return (marks_[rank * Words() + row / 16] >> row % 16 & 1) != 0;
   }
+  // A buffer for this many rows that nobody else holds.
+  void MakeRoom(std::size_t rows);
   void FindPresent();
   void LayOutPresent();
   char* Row(std::size_t place) const { return static_cast<char*>(buffer_->data()) + place * RowBytes(); }

@@ -1,4 +1,5 @@
 // Collect: a bucket's sum is complete, and its gradients are copied or handed out.
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -94,6 +95,19 @@ void GradientBuckets::Bucket::Unpack(const std::vector<void*>& tensors) const {
   }
 }
 
+std::size_t GradientBuckets::RowsOf(int plan, int bucket) const {
+  return TableOf(BucketAt(plan, bucket)).present().size();
+}
+
+void GradientBuckets::UnpackRows(int plan, int bucket_number, std::int64_t* rows, void* values) {
+  Bucket& bucket = BucketAt(plan, bucket_number);
+  const TableRows& table = TableOf(bucket);
+  std::copy(table.present().begin(), table.present().end(), rows);
+  table.UnpackPresent(values, bucket.layout.tensor_type);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bucket.state = BucketState::kIdle;
+}
+
 void GradientBuckets::Discard(int plan, int bucket_number) {
   Bucket& bucket = BucketAt(plan, bucket_number);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -103,14 +117,20 @@ void GradientBuckets::Discard(int plan, int bucket_number) {
 void GradientBuckets::CheckIsOnHost(const Bucket& bucket) {
   if (!bucket.device) return;
   throw Error(
-      "This plan uses device memory. Received: arrays in host memory for bucket=" + bucket.layout.name,
+      "This bucket uses device memory. Received: arrays in host memory for bucket=" + bucket.layout.name,
       ErrorKind::kUsage);
+}
+
+TableRows& GradientBuckets::TableOf(const Bucket& bucket) {
+  if (bucket.table) return *bucket.table;
+  throw Error("A bucket with rows is needed. Received: rows for bucket=" + bucket.layout.name,
+              ErrorKind::kUsage);
 }
 
 DeviceBuffer& GradientBuckets::DeviceBufferOf(const Bucket& bucket) {
   if (bucket.device) return *bucket.device;
   throw Error(
-      "This plan uses host memory. Received: arrays in device memory for bucket=" + bucket.layout.name,
+      "This bucket uses host memory. Received: arrays in device memory for bucket=" + bucket.layout.name,
       ErrorKind::kUsage);
 }
 

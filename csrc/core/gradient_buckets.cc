@@ -19,8 +19,8 @@ int GradientBuckets::AddPlan(const std::string& name, std::uint64_t signature,
   if (memory == Memory::kDevice) {
     const RankDevice& device = device_.get();
     plan->signature ^= device.Signature();
-    std::size_t bytes = 0;  // of all buckets: a plan allocates them all now
-    for (const BucketLayout& layout : layouts) bytes += layout.bytes();
+    std::size_t bytes = 0;  // of all its buckets there: a plan allocates them all now
+    for (const BucketLayout& layout : layouts) bytes += layout.row > 0 ? 0 : layout.bytes();
     device.CheckFreeMemory(bytes, "the gradients' " + std::to_string(layouts.size()) + " buckets");
   }
   for (BucketLayout& layout : layouts) plan->buckets.push_back(MakeBucket(std::move(layout), memory));
@@ -32,16 +32,15 @@ int GradientBuckets::AddPlan(const std::string& name, std::uint64_t signature,
 std::unique_ptr<GradientBuckets::Bucket> GradientBuckets::MakeBucket(BucketLayout layout, Memory memory) {
   auto bucket = std::make_unique<Bucket>(std::move(layout));
   const std::size_t row = bucket->layout.row, count = bucket->layout.count;
-  if (memory == Memory::kDevice) {
-    bucket->layout.row = 0;  // device memory sends whole tables
-    bucket->device = std::make_unique<DeviceBuffer>(device_.get(), count, bucket->layout.wire_type);
-  } else if (row > 0) {
+  if (row > 0) {
     if (bucket->layout.counts.size() != 1 || count % row != 0) {
       throw Error(
           "A bucket with rows should hold one table of equal rows. Received: bucket=" + bucket->layout.name,
           ErrorKind::kUsage);
     }
     bucket->table = std::make_unique<TableRows>(count / row, row, bucket->layout.wire_type);
+  } else if (memory == Memory::kDevice) {
+    bucket->device = std::make_unique<DeviceBuffer>(device_.get(), count, bucket->layout.wire_type);
   } else {
     bucket->MakeHostBuffer();
   }
@@ -89,7 +88,10 @@ void GradientBuckets::RemovePlan(int plan) {
     if (!idle || progress_.refusal()) return;
     removed = std::move(plans_[static_cast<std::size_t>(plan)]);
   }
-  if (removed->buckets.empty() || !removed->buckets.front()->device) return;
+  const auto& buckets = removed->buckets;
+  if (std::none_of(buckets.begin(), buckets.end(),
+                   [](const auto& bucket) { return bucket->device != nullptr; }))
+    return;
   try {
     progress_.Enqueue({MakeRemoval(removed)}, true);
   } catch (const Error&) {  // the engine failed in another thread just now: leak the plan, as Leak does
@@ -109,7 +111,9 @@ std::shared_ptr<Operation> GradientBuckets::MakeRemoval(std::shared_ptr<Plan> pl
     for (const auto& bucket : plan->buckets) {
       if (!bucket->Read()) return false;
     }
-    for (const auto& bucket : plan->buckets) bucket->device->Deregister();
+    for (const auto& bucket : plan->buckets) {
+      if (bucket->device) bucket->device->Deregister();
+    }
     return true;
   };
   operation->AddStage([remove](const Operation&) { return std::make_unique<DeviceLaunch>(remove); },

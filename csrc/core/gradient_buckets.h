@@ -20,7 +20,7 @@
 
 namespace hvpipe {
 
-// Where the gradients of a plan lie.
+// Where the gradients of a plan lie. Those of a bucket with rows are always in host memory.
 enum class Memory { kHost, kDevice };
 
 // A plan is a list of buckets that are reduced together in each step. The life of a bucket in a step:
@@ -60,6 +60,9 @@ class GradientBuckets {
 
   // Pack tensors * `scale` into the fused buffer of a bucket and let its all-reduce start.
   void Submit(int plan, int bucket, const std::vector<const void*>& tensors, double scale);
+  // The same for a bucket with rows, of which `count` are given, in host memory: see TableRows::PackSlices.
+  void SubmitRows(int plan, int bucket, const std::int64_t* rows, std::size_t count, const void* values,
+                  double scale);
   // The same for device memory. `stream` is the stream that the tensors are made on. The pack is enqueued
   // there; the host does not wait.
   void SubmitDevice(int plan, int bucket, const std::vector<const void*>& tensors, double scale,
@@ -73,6 +76,9 @@ class GradientBuckets {
   void Collect(int plan, int bucket, Done done, bool on_stream = false);
   // Copy the sums out, cast to the type of the gradients.
   void Unpack(int plan, int bucket, const std::vector<void*>& tensors);
+  // How many rows a bucket with rows has after the sum. Then call UnpackRows for their numbers and values.
+  std::size_t RowsOf(int plan, int bucket) const;
+  void UnpackRows(int plan, int bucket, std::int64_t* rows, void* values);
   // The same for device memory, enqueued on the stream that the tensors will be used on.
   void UnpackDevice(int plan, int bucket, const std::vector<void*>& tensors, Device::Stream stream);
   // Return the fused buffer itself if it holds the tensors unchanged, else null. A holder that still has it
@@ -147,6 +153,9 @@ class GradientBuckets {
   Done TakeWaiting(Bucket& bucket);
   Done HandOut(Bucket& bucket);
   static void CheckIsOnHost(const Bucket& bucket);
+  static TableRows& TableOf(const Bucket& bucket);
+  // Enqueue the reduction of an idle bucket that `pack` fills.
+  void SubmitPacked(Bucket& bucket, const std::function<void()>& pack);
   static DeviceBuffer& DeviceBufferOf(const Bucket& bucket);
 
   int agreed_steps_ = 0;  // driving thread only

@@ -24,11 +24,22 @@ void GradientBuckets::Submit(int plan, int bucket_number, const std::vector<cons
                              double scale) {
   Bucket& bucket = BucketAt(plan, bucket_number);
   CheckIsOnHost(bucket);
+  SubmitPacked(bucket, [&] { bucket.Pack(tensors, scale); });
+}
+
+void GradientBuckets::SubmitRows(int plan, int bucket_number, const std::int64_t* rows, std::size_t count,
+                                 const void* values, double scale) {
+  Bucket& bucket = BucketAt(plan, bucket_number);
+  TableRows& table = TableOf(bucket);
+  SubmitPacked(bucket, [&] { table.PackSlices(rows, count, values, bucket.layout.tensor_type, scale); });
+}
+
+void GradientBuckets::SubmitPacked(Bucket& bucket, const std::function<void()>& pack) {
   const std::shared_ptr<Operation> operation = BeginReducing(bucket);
   EventLog& log = telemetry_.log;
   const double start = log.enabled() ? Now() : 0;
   try {
-    bucket.Pack(tensors, scale);
+    pack();
   } catch (const std::exception& failure) {
     const Error error = ErrorOf(failure);
     progress_.Fail(error);  // the other ranks wait for a bucket that will not come

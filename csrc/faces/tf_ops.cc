@@ -147,6 +147,13 @@ REGISTER_OP("HvpipeSubmit")
     .Output("token: int64")
     .SetShapeFn(tf::shape_inference::ScalarShape);
 
+// After another hvpipe.init(), a bucket's number may belong to another model's plan.
+absl::Status TracedBefore(const BucketLayout& layout, int received) {
+  return absl::InvalidArgumentError("The step was traced before hvpipe.init(): its bucket should be " +
+                                    layout.name + " of " + std::to_string(layout.counts.size()) +
+                                    " gradients. Received: " + std::to_string(received));
+}
+
 class SubmitOp : public tf::OpKernel {
  public:
   explicit SubmitOp(tf::OpKernelConstruction* construction) : tf::OpKernel(construction) {
@@ -164,12 +171,8 @@ class SubmitOp : public tf::OpKernel {
       const BucketLayout& layout = engine->buckets().layout(plan_, bucket_);
       tf::OpInputList tensors;
       OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
-      // After another hvpipe.init(), the number may belong to another model's plan.
-      OP_REQUIRES(
-          context, static_cast<std::size_t>(tensors.size()) == layout.counts.size(),
-          absl::InvalidArgumentError("The step was traced before hvpipe.init(): its bucket should be " +
-                                     layout.name + " of " + std::to_string(layout.counts.size()) +
-                                     " gradients. Received: " + std::to_string(tensors.size())));
+      OP_REQUIRES(context, static_cast<std::size_t>(tensors.size()) == layout.counts.size(),
+                  TracedBefore(layout, tensors.size()));
       std::vector<const void*> pointers;
       for (int i = 0; i < tensors.size(); ++i) {
         OP_REQUIRES(
@@ -179,15 +182,20 @@ class SubmitOp : public tf::OpKernel {
         pointers.push_back(tensors[i].tensor_data().data());
       }
       SubmitTensors(*engine, context, pointers, context->input(0).scalar<double>()());
-      tf::Tensor* token = nullptr;
-      OP_REQUIRES_OK(context, context->allocate_output(0, tf::TensorShape(), &token));
-      token->scalar<std::int64_t>()() = 1;
+      OP_REQUIRES_OK(context, SetToken(context));
     } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }
   }
 
  protected:
+  static absl::Status SetToken(tf::OpKernelContext* context) {
+    tf::Tensor* token = nullptr;
+    TF_RETURN_IF_ERROR(context->allocate_output(0, tf::TensorShape(), &token));
+    token->scalar<std::int64_t>()() = 1;
+    return absl::Status();
+  }
+
   virtual void SubmitTensors(Engine& engine, tf::OpKernelContext* /*context*/,
                              const std::vector<const void*>& tensors, double scale) const {
     engine.buckets().Submit(plan_, bucket_, tensors, scale);
@@ -216,6 +224,40 @@ class GpuSubmitOp : public SubmitOp {
 REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_GPU).HostMemory("scale").HostMemory("token"),
                         GpuSubmitOp<true>);
 REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_CPU).Label(kDeviceMemory), GpuSubmitOp<false>);
+
+// Submits a table of which few rows are not zero: their numbers and values (IndexedSlices). On the CPU only.
+REGISTER_OP("HvpipeSubmitRows")
+    .Input("scale: double")
+    .Input("rows: int64")
+    .Input("values: T")
+    .Attr("plan: int")
+    .Attr("bucket: int")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Output("token: int64")
+    .SetShapeFn(tf::shape_inference::ScalarShape);
+
+class SubmitRowsOp : public SubmitOp {
+ public:
+  using SubmitOp::SubmitOp;
+
+  void Compute(tf::OpKernelContext* context) override {
+    try {
+      const auto engine = EngineOrThrow();
+      const BucketLayout& layout = engine->buckets().layout(plan_, bucket_);
+      const tf::Tensor &rows = context->input(1), &values = context->input(2);
+      const auto count = static_cast<std::size_t>(rows.NumElements());
+      OP_REQUIRES(context, layout.row > 0, TracedBefore(layout, 1));
+      OP_REQUIRES(context, static_cast<std::size_t>(values.NumElements()) == count * layout.row,
+                  SizeChanged(layout.name, values.shape()));
+      engine->buckets().SubmitRows(plan_, bucket_, rows.flat<std::int64_t>().data(), count,
+                                   values.tensor_data().data(), context->input(0).scalar<double>()());
+      OP_REQUIRES_OK(context, SetToken(context));
+    } catch (const std::exception& error) {
+      context->SetStatus(ToStatus(error));
+    }
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeSubmitRows").Device(tf::DEVICE_CPU), SubmitRowsOp);
 
 REGISTER_OP("HvpipeCollect")
     .Input("token: int64")
@@ -339,6 +381,36 @@ class CollectOp : public tf::AsyncOpKernel {
   std::vector<tf::TensorShape> shapes_;
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_CPU), CollectOp);
+
+// Collects a table as SubmitRows takes it: ascending row numbers, and their values. `shapes`: the table's.
+REGISTER_OP("HvpipeCollectRows")
+    .Input("token: int64")
+    .Attr("plan: int")
+    .Attr("bucket: int")
+    .Attr("shapes: list(shape) >= 1")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Attr("on_stream: bool = false")
+    .Output("rows: int64")
+    .Output("values: T")
+    .SetShapeFn(tf::shape_inference::UnknownShape);
+
+class CollectRowsOp : public CollectOp {
+ public:
+  using CollectOp::CollectOp;
+
+ protected:
+  absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const override {
+    const auto count = static_cast<std::int64_t>(engine.buckets().RowsOf(plan_, bucket_));
+    tf::TensorShape shape = shapes_.front();
+    shape.set_dim(0, count);
+    tf::Tensor *rows = nullptr, *values = nullptr;
+    TF_RETURN_IF_ERROR(context->allocate_output(0, tf::TensorShape({count}), &rows));
+    TF_RETURN_IF_ERROR(context->allocate_output(1, shape, &values));
+    engine.buckets().UnpackRows(plan_, bucket_, rows->flat<std::int64_t>().data(), values->data());
+    return absl::Status();
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeCollectRows").Device(tf::DEVICE_CPU), CollectRowsOp);
 
 // TensorFlow computes on one stream, so a wait for the network on that stream delays all later work. With
 // `on_stream` that is intended, and TensorFlow goes on enqueueing. Otherwise the op ends when the sum is

@@ -40,7 +40,7 @@ class Settings:
     live: bool = False
     live_folder: str | None = None
     bucket_bytes: int | None = None  # None: hvpipe chooses it for the model
-    table_bytes: int = 1 << 20
+    table_bytes: int | None = None  # None: 1 MiB, on GPUs 64 MiB
     segment_bytes: int = 0  # 0: what MPI's eager limit allows
     slot_bytes: int = 256 << 10
     messages_in_flight: int = 8
@@ -176,7 +176,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         live=live,
         live_folder=live_folder,
         bucket_bytes=_number(env, "HVPIPE_BUCKET_BYTES", "bytes", 0) or default.bucket_bytes,
-        table_bytes=_number(env, "HVPIPE_TABLE_BYTES", "bytes", default.table_bytes),
+        table_bytes=_number(env, "HVPIPE_TABLE_BYTES", "bytes", 0) or default.table_bytes,
         segment_bytes=_number(env, "HVPIPE_SEGMENT_BYTES", "bytes", default.segment_bytes),
         slot_bytes=_number(env, "HVPIPE_SLOT_BYTES", "bytes", default.slot_bytes),
         messages_in_flight=_number(env, "HVPIPE_MESSAGES_IN_FLIGHT", "messages", default.messages_in_flight),

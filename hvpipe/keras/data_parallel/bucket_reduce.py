@@ -21,6 +21,14 @@ from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
 from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session
 
+_GPU = "GPU:0"
+
+_TABLE_BYTES, _TABLE_BYTES_ON_GPU = 1 << 20, 64 << 20
+"""From these sizes on, a table's rows are sent instead of the table, if the user gives no size.
+
+Rows go through the host, which is slower than NCCL by more than ten times, and takes more calls.
+"""
+
 
 @dataclass(frozen=True)
 class ReduceOptions:
@@ -32,6 +40,9 @@ class ReduceOptions:
         bucket_bytes: Size of a fused buffer; None: HVPIPE_BUCKET_BYTES, else a default by the model's size.
         in_turn: Reduce buckets in the order of the plan instead of by urgency.
         tables: The variables, by `identity`, whose gradients have few rows that are not zero.
+        tables_agreed: Whether all ranks have agreed on them when they saw gradients. Otherwise they come from
+            the model's layers, and a gradient may still be dense.
+        slices: Whether gradients of tables can be IndexedSlices. If not, GPUs reduce whole tables.
         on_stream: The step collects only after it has submitted everything. On a GPU the sums are then waited
             for on TensorFlow's stream, and the host goes on.
         nonfinite: What to do where a sum is NaN or Inf: "raise", "skip" or "ignore".
@@ -42,6 +53,8 @@ class ReduceOptions:
     in_turn: bool = False
     on_stream: bool = False
     tables: frozenset[int] = frozenset()
+    tables_agreed: bool = False
+    slices: bool = True
     nonfinite: str = "ignore"
 
 
@@ -74,17 +87,17 @@ class BucketReducer:
         self._compression = compression_named(options.compression)
         # A second phase waits for the first, but sums of NCCL may wait for all submits of a step.
         on_device = self._compression is None and reduces_on_gpu(session)
+        table_bytes = session.settings.table_bytes or (_TABLE_BYTES_ON_GPU if on_device else _TABLE_BYTES)
         self.plan: BucketPlan = plan_buckets(
             gradients,
             options.bucket_bytes or session.settings.bucket_bytes,
             options.compression if self._compression is None else None,
             in_turn=options.in_turn,
-            table_bytes=None if on_device else session.settings.table_bytes,
+            table_bytes=table_bytes if options.slices or not on_device else None,
             by_nccl=on_device and session.engine.nccl_connects_all,
         )
         self._gradients = gradients
-        # Named explicitly: TensorFlow would choose the device by where the gradients are.
-        self._device = "GPU:0" if on_device else "CPU:0"
+        self._on_device = on_device
         self._on_stream = on_device and options.on_stream
         self._plan_id = session.engine.add_plan(name, self._plan_to_send(), on_device)
         self._remove_plan = weakref.finalize(self, session.engine.remove_plan, self._plan_id)
@@ -92,6 +105,12 @@ class BucketReducer:
         with tf.init_scope(), on_the_host():
             # An input that changes every step keeps grappler from folding or sharing the announcement.
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
+
+    @property
+    def tables_on_host(self) -> frozenset[int]:
+        """The variables, by `identity`, whose rows go through the host, while the other gradients do not."""
+        rows = [bucket.members[0] for bucket in self.plan.buckets if bucket.row and self._on_device]
+        return frozenset(identity(self.variables[place]) for place in rows)
 
     def _plan_to_send(self) -> BucketPlan:
         """Return the engine's buckets, which the numbers of `_submit` and `_collect` mean."""
@@ -141,6 +160,14 @@ class BucketReducer:
                 plan=self._plan_id,
             )
 
+    def as_submitted(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return gradients as `submit` takes them: dense, or IndexedSlices of a table that sends its rows."""
+        rows = {bucket.members[0] for bucket in self.plan.buckets if bucket.row}
+        return [
+            gradient if place in rows and isinstance(gradient, tf.IndexedSlices) else dense(gradient)
+            for place, gradient in enumerate(gradients)
+        ]
+
     def submit(
         self, share: Any, gradients: Sequence[Any], after: Callable[[int], Sequence[Any]] | None = None
     ) -> list[Any]:
@@ -148,13 +175,14 @@ class BucketReducer:
 
         Args:
             share: The factor for this rank's gradients, from `announce`; they are multiplied when packed.
-            gradients: A dense tensor for each variable, in the order of the variables.
+            gradients: From `as_submitted`, in the order of the variables.
             after: `after(bucket)` returns the tensors that the packing of this bucket waits for.
 
         Returns:
             A token for each bucket (int64 scalar, 1), to collect it by.
         """
-        order_backward([[gradients[place] for place in bucket.members] for bucket in self.plan.buckets])
+        tensors_of = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        order_backward([[tensors_of[place] for place in bucket.members] for bucket in self.plan.buckets])
         tokens = []
         for number, bucket in enumerate(self.plan.buckets):
             with tf.control_dependencies(after(number) if after else []):
@@ -171,16 +199,38 @@ class BucketReducer:
         """Return the reduced gradients of bucket `number`, in the order of its members."""
         bucket = self.plan.buckets[number]
         shapes = [self._gradients[place].shape for place in bucket.members]
+        if bucket.row and self._on_device:
+            return [self._collect_rows(number, token, shapes[0], bucket.dtype)]
         return self._collect(number, token, shapes, bucket.dtype)
 
     def _submit(self, sent: int, scale: Any, tensors: Sequence[Any]) -> Any:
-        with tf.device(self._device):
-            return library().hvpipe_submit(
-                scale=scale, tensors=list(tensors), plan=self._plan_id, bucket=sent
+        to = {"scale": scale, "plan": self._plan_id, "bucket": sent}
+        first = tensors[0]
+        if isinstance(first, tf.IndexedSlices):
+            with on_the_host():
+                rows = tf.cast(first.indices, tf.int64)
+                return library().hvpipe_submit_rows(rows=rows, values=first.values, **to)
+        with self._device_of(sent):
+            return library().hvpipe_submit(tensors=list(tensors), **to)
+
+    def _collect_rows(self, sent: int, token: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        """Return a table from the host on the GPU; only the rows that any rank has are copied there."""
+        with on_the_host():
+            rows, values = library().hvpipe_collect_rows(
+                token=token, shapes=[shape], T=dtype, plan=self._plan_id, bucket=sent
             )
+        with tf.device(_GPU):
+            table = dense(tf.IndexedSlices(values, rows, tf.constant(shape, tf.int64)))
+        note_collected(table)
+        return table
+
+    def _device_of(self, sent: int) -> Any:
+        """Return the scope of a bucket's ops: TensorFlow would choose the device by where gradients are."""
+        on_device = self._on_device and not self.plan.buckets[sent].row
+        return tf.device(_GPU) if on_device else on_the_host()
 
     def _collect(self, sent: int, token: Any, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[Any]:
-        with tf.device(self._device):
+        with self._device_of(sent):
             tensors: list[Any] = library().hvpipe_collect(
                 token=token,
                 shapes=shapes,

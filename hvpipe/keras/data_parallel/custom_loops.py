@@ -14,7 +14,6 @@ from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.data_parallel.bucket_reduce import (
     BucketReducer,
     ReduceOptions,
-    dense,
     one_sample,
     sliced_on_any_rank,
 )
@@ -84,7 +83,7 @@ def DistributedOptimizer(
         if not hooks:
             used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
             tables = sliced_on_any_rank(session, grads, variables)
-            options = ReduceOptions(compression, bucket_bytes, tables=tables)
+            options = ReduceOptions(compression, bucket_bytes, tables=tables, tables_agreed=True)
             hooks.append(OptimizerHook(session, optimizer, used, BackwardOverlap(), options))
         hooks[0].apply(grads, variables)
 
@@ -215,7 +214,7 @@ def average_gradients(
     trained = [variables[place] for place in used]
     given = [gradients[place] for place in used]
     reducer = _reducer_for(trained, given, compression, bucket_bytes)
-    found = [dense(gradient) for gradient in given]
+    found = reducer.as_submitted(given)
     tokens = reducer.submit(reducer.announce(one_sample(found)), found)
     averaged = list(gradients)
     for place, gradient in zip(used, reducer.collect_all(tokens), strict=True):

@@ -77,13 +77,19 @@ class OptimizerHook:
         """Whether this step has called `apply`."""
         self._session = session
         self._overlap = overlap
-        self._options = replace(options, in_turn=overlap.in_turn, on_stream=overlap.on_stream)
+        self._options = replace(
+            options,
+            in_turn=overlap.in_turn,
+            on_stream=overlap.on_stream,
+            # Accumulated gradients and differences of weights are dense.
+            slices=overlap.reduces_gradients and not optimizer.gradient_accumulation_steps,
+        )
         self._marks = StepMarks(traced=session.settings.trace_path is not None)
         # All variables at once or none, so that a step is never half applied if a rank is lost in it.
         at_once = session.settings.elastic and not overlap.updates_in_next_step
         self._by_bucket = acts_by_variable(optimizer, variables) and not at_once
         self._guard = None if options.nonfinite == "ignore" else NonfiniteGuard(options.nonfinite, optimizer)
-        self._plans: dict[tuple[int, ...], Buckets] = {}
+        self._plans: dict[tuple[tuple[int, ...], frozenset[int]], Buckets] = {}
         self._plan_for(variables)
         self._in_step = False
         self._samples: Any = None
@@ -159,7 +165,8 @@ class OptimizerHook:
         # `begin` has started this graph with a plan. If the plan does not fit, the graph is only inspected.
         is_last = self._overlap.updates_in_next_step
         nested = tf.compat.v1.get_default_graph() is not self._graph
-        self._update = UpdateInGraph(self._graph, trained, hidden=is_last and nested)
+        dense_tables = self._dense_tables(grads, variables)
+        self._update = UpdateInGraph(self._graph, trained, is_last and nested, dense_tables)
         findings = self._update.findings(self.optimizer)
         if self.fits(findings):
             self._reduce_and_update(grads, variables, trained)
@@ -294,10 +301,20 @@ class OptimizerHook:
     def fits(self, findings: StepFindings) -> bool:
         """Return whether a step can run with this hook's variables and overlap mode."""
         at_once = self._overlap.updates_in_next_step and findings.must_update_at_once
-        return not at_once and findings.trains(self.variables)
+        return not at_once and not findings.dense_tables and findings.trains(self.variables)
+
+    def _dense_tables(self, grads: Sequence[Any], variables: Sequence[Any]) -> frozenset[int]:
+        """Return the tables that should not go through the host, because their gradients are dense.
+
+        The same on all ranks, whose graphs are equal.
+        """
+        if self._options.tables_agreed:
+            return frozenset()
+        sliced = [v for g, v in zip(grads, variables, strict=True) if isinstance(g, tf.IndexedSlices)]
+        return self._buckets.reducer.tables_on_host - frozenset(map(identity, sliced))
 
     def _plan_for(self, variables: Sequence[Any]) -> None:
-        key = tuple(map(identity, variables))
+        key = tuple(map(identity, variables)), self._options.tables
         if key not in self._plans:
             reducer = make_reducer(self._session, self.optimizer.name, variables, self._options)
             update = BucketUpdate(self.optimizer, reducer, self._by_bucket, self._marks, self._guard)
@@ -314,17 +331,22 @@ class OptimizerHook:
     def _reduce_and_update(
         self, grads: Sequence[Any], variables: Sequence[Any], trained: Sequence[Any]
     ) -> None:
-        if not StepFindings(tuple(trained)).trains(self._buckets.reducer.variables):
+        dense_tables = self._dense_tables(grads, variables)
+        fits = StepFindings(tuple(trained)).trains(self._buckets.reducer.variables)
+        if not fits:
             check_variables_are_known(self.optimizer, trained)
-            self._plan_for(trained)
+        if not fits or dense_tables:
+            self._options = replace(self._options, tables=self._options.tables - dense_tables)
+            self._plan_for(self._buckets.reducer.variables if fits else trained)
         if len(trained) < len(variables) and self._session.world.rank == 0:
             warn_of_empty_gradients(self.optimizer, grads, variables)
         buckets = self._buckets
         found = {identity(v): g for g, v in zip(grads, variables, strict=True) if g is not None}
-        gradients = [dense(found[identity(v)]) for v in buckets.reducer.variables]
+        gradients = buckets.reducer.as_submitted([found[identity(v)] for v in buckets.reducer.variables])
         samples = one_sample(gradients) if self._samples is None else self._samples
         reduce_and_update = functools.partial(self._overlap.reduce_and_update, buckets)
         if self.optimizer.gradient_accumulation_steps:
-            accumulate(self.optimizer, buckets, gradients, samples, reduce_and_update)
+            whole = [dense(gradient) for gradient in gradients]
+            accumulate(self.optimizer, buckets, whole, samples, reduce_and_update)
         else:
             reduce_and_update(gradients, buckets.reducer.announce(samples))

@@ -77,7 +77,7 @@ class Overlap:
 
         Args:
             buckets: The buckets of the variables that have gradients.
-            gradients: A dense tensor for each variable.
+            gradients: One for each variable, from `BucketReducer.as_submitted`.
             share: The factor for this rank's gradients, from `BucketReducer.announce`.
         """
         raise NotImplementedError

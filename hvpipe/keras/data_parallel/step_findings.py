@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvpipe.keras.compat import learning_rate_variable
@@ -19,11 +19,14 @@ class StepFindings:
         used_after_update: Names of weights and optimizer variables that the step uses after its update.
         update_is_hidden: Whether the update is in a nested graph (a tf.function, a branch), which hides what
             the step uses after it.
+        dense_tables: The tables, by `identity`, whose rows should go through the host, but whose gradients
+            are dense.
     """
 
     trained: tuple[Any, ...]
     used_after_update: tuple[str, ...] = ()
     update_is_hidden: bool = False
+    dense_tables: frozenset[int] = frozenset()
 
     @property
     def must_update_at_once(self) -> bool:
@@ -37,6 +40,8 @@ class StepFindings:
     def __str__(self) -> str:
         if self.update_is_hidden:
             return "an update in a tf.function or branch of its own"
+        if self.dense_tables:
+            return f"dense gradients of {len(self.dense_tables)} tables"
         if self.used_after_update:
             more = " ..." if len(self.used_after_update) > 3 else ""
             return f"{', '.join(self.used_after_update[:3])}{more} used after the optimizer's update"
@@ -50,12 +55,14 @@ class UpdateInGraph:
         graph: The graph of the step.
         trained: The variables that have a gradient.
         hidden: Whether the update is in another graph inside the step's.
+        dense_tables: As in StepFindings.
     """
 
-    def __init__(self, graph: Any, trained: Sequence[Any], hidden: bool) -> None:
+    def __init__(
+        self, graph: Any, trained: Sequence[Any], hidden: bool, dense_tables: frozenset[int]
+    ) -> None:
         self._graph = graph
-        self._trained = tuple(trained)
-        self._hidden = hidden
+        self._found = StepFindings(tuple(trained), update_is_hidden=hidden, dense_tables=dense_tables)
         self._operations_before: int | None = None
 
     def ends(self) -> None:
@@ -64,13 +71,13 @@ class UpdateInGraph:
 
     def findings(self, optimizer: Any) -> StepFindings:
         """Return the findings of the complete graph; without `ends`, none about what follows the update."""
-        if self._operations_before is None or self._hidden:
-            return StepFindings(self._trained, update_is_hidden=self._hidden)
+        if self._operations_before is None or self._found.update_is_hidden:
+            return self._found
         later = self._graph.get_operations()[self._operations_before :]
         taken = {id(tensor) for operation in later for tensor in operation.inputs}
         touched = {id(outside) for outside, inside in self._graph.captures if id(inside) in taken}
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         rate = learning_rate_variable(inner)  # no update changes it
-        watched = [*self._trained, *(v for v in optimizer.variables if v is not rate)]
+        watched = [*self._found.trained, *(v for v in optimizer.variables if v is not rate)]
         used = tuple(name_of(v) for v in watched if id(native(v).handle) in touched)
-        return StepFindings(self._trained, used_after_update=used)
+        return replace(self._found, used_after_update=used)

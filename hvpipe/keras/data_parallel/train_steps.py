@@ -78,6 +78,7 @@ class TrainSteps:
         self._held: tuple[Sequence[Any], int, Mapping[str, Any], Mapping[str, Any]] | None = None
         self._compression = compression_named(options.compression)
         self._compresses = False  # whether the hook compresses
+        self._dense_tables: frozenset[int] = frozenset()  # by `identity`, as in StepFindings
         self._times_prepared = 0
         self._steps_seen = 0
         self._steps_run = 0  # those before a resume included
@@ -397,6 +398,7 @@ class TrainSteps:
         if self.overlap.updates_in_next_step and misfit.must_update_at_once:
             self.overlap = BackwardOverlap
             self._warn_of_early_use(misfit)
+        self._dense_tables |= misfit.dense_tables
         # The same variables keep their order: the buckets depend on it, and with them the last bits.
         self._hook_optimizer(hook.variables if misfit.trains(hook.variables) else misfit.trained)
         return False
@@ -427,7 +429,8 @@ class TrainSteps:
         self._compresses = self._compression is not None and not self._warms_up()
         exact = self._compression is not None and not self._compresses
         compression = None if exact else self._options.compression
-        options = replace(self._options, tables=tables_of(self.model), compression=compression)
+        tables = tables_of(self.model) - self._dense_tables
+        options = replace(self._options, tables=tables, compression=compression)
         self._hook = OptimizerHook(
             self.session, self.model.optimizer, variables, overlap(self._overlap_options), options
         )

@@ -385,5 +385,5 @@ def test_buckets_on_a_device_take_no_host_arrays(device_engine: Engine) -> None:
     device_engine.use_device()
     plan = plan_buckets([Gradient("a", (3,), "float32")], 16_000, None)
     plan_id = device_engine.add_plan("on a device", plan, on_device=True)
-    with pytest.raises(HvpipeError, match="This plan uses device memory"):
+    with pytest.raises(HvpipeError, match="This bucket uses device memory"):
         device_engine.core.submit(plan_id, 0, [np.ones(3, np.float32)], 1.0)

@@ -156,6 +156,21 @@ def test_embedding_gradients_become_dense(shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(tf.convert_to_tensor(gradient).numpy(), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_rows_give_the_bits_of_their_dense_table(dtype: str) -> None:
+    """Rows come in any order, with repeats that may cancel out, and negative ones, which do not count."""
+    noise = np.random.default_rng(hvpipe.rank())
+    rows = noise.integers(-3, 40, 200) * 100
+    values = noise.normal(size=(200, 64))
+    rows[:2], values[1] = 4999, -values[0]
+    tables = [tf.Variable(tf.zeros((5000, 64), dtype)) for _ in range(2)]
+    slices = tf.IndexedSlices(tf.cast(values, dtype), tf.constant(rows), (5000, 64))
+    both = zip([slices, tf.convert_to_tensor(slices)], tables, strict=True)
+    found = [hk.average_gradients([gradient], [table])[0] for gradient, table in both]
+    assert np.count_nonzero(found[0]) > 64
+    assert np.array_equal(*(tf.bitcast(each, tf.uint8).numpy() for each in found))
+
+
 @pytest.mark.parametrize("shape", [(50, 4), (5000, 64)], ids=["small", "sent by rows"])
 def test_gradients_of_a_table_that_some_batches_do_not_use(shape: tuple[int, int]) -> None:
     """On some ranks and in some steps, the gradient is a dense tensor of zeros."""
