@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from hvpipe.errors import MismatchError
+from hvpipe.plan.buckets import cut_buckets
 from hvpipe.session import Session, current
+
+_PIECE_BYTES = 32 << 20
 
 
 def native(variable: Any) -> Any:
@@ -55,14 +59,20 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     if session.world.size == 1 or not variables:
         return
     check_same_variables(session, variables)
-    values = [np.asarray(v.numpy()) for v in variables]
-    packed = np.concatenate([np.ascontiguousarray(v).reshape(-1).view(np.uint8) for v in values])
-    received = session.engine.broadcast(packed, root_rank)
-    start = 0
-    for variable, value in zip(variables, values, strict=True):
-        end = start + value.nbytes
-        variable.assign(received[start:end].view(value.dtype).reshape(value.shape))
-        start = end
+    # In pieces, because the values of a large model may not fit into memory several times.
+    sizes_bytes = [int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables]
+    for members in cut_buckets(sizes_bytes, _PIECE_BYTES):
+        values = [np.asarray(variables[place].numpy()) for place in members]
+        parts = [value.reshape(-1).view(np.uint8) for value in values]
+        packed = parts[0] if len(parts) == 1 and parts[0].flags.writeable else np.concatenate(parts)
+        for start in range(0, len(packed), _PIECE_BYTES):
+            piece = packed[start : start + _PIECE_BYTES]
+            piece[:] = session.engine.broadcast(piece, root_rank)
+        start = 0
+        for place, value in zip(members, values, strict=True):
+            end = start + value.nbytes
+            variables[place].assign(packed[start:end].view(value.dtype).reshape(value.shape))
+            start = end
 
 
 def check_same_variables(session: Session, variables: Sequence[Any]) -> None:

@@ -14,6 +14,7 @@ import tensorflow as tf
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
+from hvpipe.keras import variables
 from hvpipe.session import current
 from training import (
     BUCKET_BYTES,
@@ -299,15 +300,22 @@ def test_arguments_of_horovod() -> None:
     hk.MetricAverageCallback(device="")
 
 
-def test_broadcast_variables_from_every_root() -> None:
+def test_broadcast_variables_from_every_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "_PIECE_BYTES", 20)  # cut between variables, and within the third
     for root in range(hvpipe.size()):
+        rank = hvpipe.rank()
         mine = [
-            tf.Variable(np.full(3, hvpipe.rank(), np.float32)),
-            keras.Variable(hvpipe.rank(), dtype="int32"),
+            tf.Variable(np.full(3, rank, np.float32)),
+            keras.Variable(rank, dtype="int32"),
+            tf.Variable(np.arange(7) + 100.0 * rank),
+            tf.Variable(np.zeros((0, 2), np.float32)),
+            tf.Variable(rank == root),
         ]
         hk.broadcast_variables(mine, root_rank=root)
         assert mine[0].numpy().tolist() == [root] * 3
         assert int(mine[1].numpy()) == root
+        assert mine[2].numpy().tolist() == (np.arange(7) + 100.0 * root).tolist()
+        assert mine[4].numpy()
 
 
 def test_callbacks_of_horovod_users() -> None:
