@@ -67,7 +67,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
         packed = parts[0] if len(parts) == 1 and parts[0].flags.writeable else np.concatenate(parts)
         for start in range(0, len(packed), _PIECE_BYTES):
             piece = packed[start : start + _PIECE_BYTES]
-            piece[:] = session.engine.broadcast(piece, root_rank)
+            # A new optimizer's slots are zero on all ranks.
+            if any(session.engine.agree("the values of variables", float(piece.any()))):
+                piece[:] = session.engine.broadcast(piece, root_rank)
         start = 0
         for place, value in zip(members, values, strict=True):
             end = start + value.nbytes

@@ -318,6 +318,18 @@ def test_broadcast_variables_from_every_root(monkeypatch: pytest.MonkeyPatch) ->
         assert mine[4].numpy()
 
 
+def test_zeros_are_not_broadcast() -> None:
+    """The slots of a new optimizer."""
+    slot = tf.Variable(np.zeros(100_000, np.float32))
+    before = current().engine.counters()["bytes_sent"]
+    hk.broadcast_variables([slot])
+    assert current().engine.counters()["bytes_sent"] - before < 10_000
+    if hvpipe.rank() == hvpipe.size() - 1:
+        slot.assign(np.full(100_000, -0.0, np.float32))
+    hk.broadcast_variables([slot], hvpipe.size() - 1)
+    assert np.signbit(slot.numpy()).all()
+
+
 def test_callbacks_of_horovod_users() -> None:
     """Scripts for Horovod wrap the optimizer before `compile`, and broadcast and average in callbacks."""
     keras.utils.set_random_seed(100 + hvpipe.rank())
