@@ -251,6 +251,8 @@ def test_mpiruns_own_arguments(script: str, capsys: pytest.CaptureFixture[str]) 
         ),
         (["-np", "2", "--rsh-agent", "./absent", "train.py"], "Received: --rsh-agent './absent'"),
         (["-np", "2", "--mpirun", "/absent", "train.py"], "Received: --mpirun '/absent'"),
+        (["-np", "2", "--launcher-args", "'a", "train.py"], "--launcher-args should have balanced quotes"),
+        (["-np", "2", "--rsh-agent", '"a', "train.py"], "--rsh-agent should have balanced quotes"),
     ],
 )
 def test_refused_before_anything_starts(

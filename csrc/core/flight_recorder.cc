@@ -44,7 +44,11 @@ void* MapFile(const std::string& path, std::size_t bytes) {
 }
 
 // The signals that are recorded, and their previous handlers.
-constexpr std::array<int, 6> kMarked = {SIGTERM, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+constexpr std::array<int, 10> kMarked = {SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU,
+                                         SIGSEGV, SIGBUS, SIGFPE,  SIGILL,  SIGABRT};
+constexpr bool IsCrash(int number) {
+  return number == SIGSEGV || number == SIGBUS || number == SIGFPE || number == SIGILL || number == SIGABRT;
+}
 std::array<struct sigaction, kMarked.size()> previous;
 std::atomic<FlightRecorder*> active{nullptr};
 
@@ -93,11 +97,16 @@ void FlightRecorder::Add(Flight kind, std::string_view what, std::uint64_t seque
 }
 
 void FlightRecorder::Beat(std::uint64_t steps, std::uint64_t operations) {
-  file_->header.steps = steps;
-  file_->header.operations = operations;
+  Header& header = file_->header;
+  header.steps = steps;
+  header.operations = operations;
   const double now = Now();
   NoticeFreeze(now);
-  file_->header.beat_s = now;
+  header.beat_s = now;
+  if (header.signal == SIGTERM && header.ending == 0 && now - header.ended_s > kHandledS) {
+    header.signal = 0;
+    header.ended_s = 0;
+  }
 }
 
 void FlightRecorder::NoticeFreeze(double now) {
@@ -120,20 +129,24 @@ void FlightRecorder::Close() {
   path_.clear();
 }
 
-// Restores the previous handler; the signal is raised again when this returns.
+// If somebody handles SIGTERM, the rank may go on: the next End counts, and the handler is called. Otherwise
+// this restores the previous handler, and raises the signal again for it.
 void FlightRecorder::OnSignal(int number) {
+  const auto place =
+      static_cast<std::size_t>(std::find(kMarked.begin(), kMarked.end(), number) - kMarked.begin());
+  const auto handler = previous[place].sa_handler;
+  const bool handled = !IsCrash(number) && handler != SIG_DFL;
   FlightRecorder* const recorder = active.load();
   if (recorder != nullptr && recorder->file_->header.pid == getpid()) {
     Header& header = recorder->file_->header;
     if (header.signal == 0) {
       recorder->NoticeFreeze(Now());
       header.signal = number;
-      if (header.ending.exchange(1) == 0) header.ended_s = Now();
+      if (handled ? header.ending == 0 : header.ending.exchange(1) == 0) header.ended_s = Now();
     }
   }
-  for (std::size_t i = 0; i < kMarked.size(); ++i) {
-    if (kMarked[i] == number) sigaction(number, &previous[i], nullptr);
-  }
+  if (handled) return handler(number);
+  sigaction(number, &previous[place], nullptr);
   raise(number);
 }
 
@@ -148,7 +161,10 @@ void FlightRecorder::MarkSignals() {
     struct sigaction now = {};
     sigaction(kMarked[i], nullptr, &now);
     if (now.sa_handler == &OnSignal && (now.sa_flags & SA_SIGINFO) == 0) continue;
-    if (kMarked[i] == SIGTERM && now.sa_handler != SIG_DFL) continue;
+    const bool own =
+        now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN && (now.sa_flags & SA_SIGINFO) == 0;
+    const bool wraps = kMarked[i] == SIGTERM && own;
+    if (!IsCrash(kMarked[i]) && now.sa_handler != SIG_DFL && !wraps) continue;
     previous[i] = now;
     sigaction(kMarked[i], &action, nullptr);
   }

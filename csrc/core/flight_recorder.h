@@ -34,6 +34,8 @@ class FlightRecorder {
  public:
   static constexpr std::size_t kEvents = 1000;
   static constexpr double kFrozenS = 2;
+  static constexpr double kHandledS =
+      60;  // a rank that lives on after SIGTERM for so long was not ended by it
 
   // "": in memory only. Throws an Error if the file cannot be made.
   explicit FlightRecorder(const std::string& path);
@@ -53,8 +55,8 @@ class FlightRecorder {
   // This rank ends properly.
   void Close();
 
-  // Let SIGTERM, if nobody handles it, and signals of a crash leave their number in the file. Then they act
-  // as before.
+  // Let SIGTERM, signals of a crash, and others that nobody handles leave their number in the file. Then they
+  // act as before. Call it again after another handler was installed.
   void MarkSignals();
 
  private:

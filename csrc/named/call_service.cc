@@ -59,9 +59,9 @@ std::string CallService::Check(Request& request) const {
   const std::int64_t total = std::accumulate(request.splits.begin(), request.splits.end(), std::int64_t{0});
   if (static_cast<int>(request.splits.size()) != members || negative || total > rows) {
     return "splits should be one number of rows for each of " + std::to_string(members) +
-           " ranks, in total at most " + std::to_string(rows) +
+           " ranks, none below 0, in total at most " + std::to_string(rows) +
            ". Received: " + std::to_string(request.splits.size()) + " splits, in total " +
-           std::to_string(total);
+           std::to_string(total) + (negative ? ", one below 0" : "");
   }
   return "";
 }

@@ -73,14 +73,17 @@ void WithType(Type type, const Act& act) {
   }
 }
 
-// Sums and products of integers wrap round, as MPI's do.
+// Sums and products of integers wrap round, as MPI's do. NaN is the smallest and the largest number, as in
+// NumPy and TensorFlow, on whatever rank it is.
 template <typename T>
 T Reduced(ReduceOp op, T a, T b) {
   if constexpr (std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>) {
     return T::Of(Reduced(op, static_cast<float>(a), static_cast<float>(b)));
   } else {
-    if (op == ReduceOp::kMin) return std::min(a, b);
-    if (op == ReduceOp::kMax) return std::max(a, b);
+    if (op == ReduceOp::kMin || op == ReduceOp::kMax) {
+      if (a != a || b != b) return a != a ? a : b;
+      return op == ReduceOp::kMin ? std::min(a, b) : std::max(a, b);
+    }
     if constexpr (std::is_integral_v<T>) {
       const auto x = static_cast<std::uint64_t>(a), y = static_cast<std::uint64_t>(b);
       return static_cast<T>(op == ReduceOp::kProduct ? x * y : x + y);
@@ -90,34 +93,34 @@ T Reduced(ReduceOp op, T a, T b) {
   }
 }
 
-template <typename Half, ReduceOp kOp>
-void ReduceHalf(void* in, void* in_out, int* count, MPI_Datatype* /*type*/) {
-  const auto* const a = static_cast<const Half*>(in);
-  auto* const b = static_cast<Half*>(in_out);
+template <typename T, ReduceOp kOp>
+void ReduceEach(void* in, void* in_out, int* count, MPI_Datatype* /*type*/) {
+  const auto* const a = static_cast<const T*>(in);
+  auto* const b = static_cast<T*>(in_out);
   for (int i = 0; i < *count; ++i) b[i] = Reduced(kOp, a[i], b[i]);
 }
 
-template <typename Half, ReduceOp kOp>
-MPI_Op HalfOp() {
+template <typename T, ReduceOp kOp>
+MPI_Op OwnOp() {
   static const MPI_Op made = [] {
     MPI_Op op = MPI_OP_NULL;
-    HVPIPE_MPI(MPI_Op_create(&ReduceHalf<Half, kOp>, 1, &op));
+    HVPIPE_MPI(MPI_Op_create(&ReduceEach<T, kOp>, 1, &op));
     return op;
   }();
   return made;
 }
 
-template <typename Half>
-MPI_Op HalfOpOf(ReduceOp op) {
+template <typename T>
+MPI_Op OwnOpOf(ReduceOp op) {
   switch (op) {
     case ReduceOp::kMin:
-      return HalfOp<Half, ReduceOp::kMin>();
+      return OwnOp<T, ReduceOp::kMin>();
     case ReduceOp::kMax:
-      return HalfOp<Half, ReduceOp::kMax>();
+      return OwnOp<T, ReduceOp::kMax>();
     case ReduceOp::kProduct:
-      return HalfOp<Half, ReduceOp::kProduct>();
+      return OwnOp<T, ReduceOp::kProduct>();
     default:
-      return HalfOp<Half, ReduceOp::kSum>();
+      return OwnOp<T, ReduceOp::kSum>();
   }
 }
 
@@ -149,8 +152,11 @@ MPI_Datatype MpiType(Type type) {
 }
 
 MPI_Op MpiOp(ReduceOp op, Type type) {
-  if (type == Type::kFloat16) return HalfOpOf<Float16>(op);
-  if (type == Type::kBFloat16) return HalfOpOf<BFloat16>(op);
+  const bool compares = op == ReduceOp::kMin || op == ReduceOp::kMax;
+  if (type == Type::kFloat16) return OwnOpOf<Float16>(op);
+  if (type == Type::kBFloat16) return OwnOpOf<BFloat16>(op);
+  if (type == Type::kFloat32 && compares) return OwnOpOf<float>(op);
+  if (type == Type::kFloat64 && compares) return OwnOpOf<double>(op);
   switch (op) {
     case ReduceOp::kMin:
       return MPI_MIN;

@@ -10,7 +10,8 @@
 namespace hvpipe::named {
 
 MPI_Datatype MpiType(Type type);
-// Average is a sum. The half types have operators of their own, which compute in float32.
+// Average is a sum. The half types have operators of their own, which compute in float32. So have the minimum
+// and maximum of floating-point numbers, because MPI's lose NaN.
 MPI_Op MpiOp(ReduceOp op, Type type);
 // into[i] = into[i] op from[i], as MpiOp does.
 void Reduce(ReduceOp op, Type type, void* into, const void* from, std::int64_t count);

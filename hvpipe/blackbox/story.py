@@ -22,6 +22,7 @@ _THAWED_S = 3.0
 """The launcher wakes a stopped rank up to end it."""
 _ALONE_S = 0.05
 """The launcher sends SIGTERM to all ranks within a shorter time."""
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _MOST_NAMED = 8
 _WORTH_SAYING_S = 0.5
 _ABORTED = 1
@@ -241,7 +242,8 @@ def _end_words(flight: Flight, code: int | None = None, first: bool = False) -> 
         return f"at {at} by SIGTERM, " + (
             "which came to this rank first" if first else "as the launcher ends the others"
         )
-    return f"at {at} by a crash: {_signal_name(flight.signal)}"
+    name = _signal_name(flight.signal)
+    return f"at {at} by a crash: {name}" if flight.signal in _CRASHES else f"at {at} by {name}"
 
 
 def _name(flight: Flight) -> str:

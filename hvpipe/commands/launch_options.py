@@ -95,7 +95,7 @@ def launch_spec(
         bind=options.bind,
         rsh_agent=_absolute_program(options.rsh_agent),
         network=options.net,
-        launcher_args=tuple(shlex.split(options.launcher_args)),
+        launcher_args=tuple(_words("--launcher-args", options.launcher_args)),
         elastic=getattr(options, "elastic", False),
     )
 
@@ -198,11 +198,19 @@ def _mpirun(options: argparse.Namespace, environ: Mapping[str, str]) -> mpirun.M
     return found
 
 
+def _words(option: str, text: str) -> list[str]:
+    """Split an option's text as a shell does."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"{option} should have balanced quotes. Received: {text!r} ({error})") from None
+
+
 def _absolute_program(name: str | None) -> str | None:
     """Make a program's path absolute: mpirun's daemons start in other folders."""
     if name is None:
         return None
-    words = shlex.split(name)
+    words = _words("--rsh-agent", name)
     found = shutil.which(words[0]) if words else None
     if found is None:
         raise LaunchError(f"--rsh-agent should be an executable program. Received: --rsh-agent {name!r}")

@@ -63,7 +63,10 @@ def _reduction(
         if op is not None:
             raise ValueError(f"Give op or average, not both. Received: op={op}, average={average}")
         op = Average if average else Sum
-    name = OP_NAMES[Average if op is None else op]
+    chosen = Average if op is None else op
+    if isinstance(chosen, bool) or chosen not in range(len(OP_NAMES)):
+        raise ValueError(f"op should be Average, Sum, Adasum, Min, Max or Product. Received: op={op!r}")
+    name = OP_NAMES[chosen]
     # Horovod raises the same errors.
     if name == "adasum" and process_set.process_set_id != 0:
         raise NotImplementedError("Adasum works on all ranks, not on a process set.")

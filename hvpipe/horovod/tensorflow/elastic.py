@@ -29,7 +29,7 @@ __all__ = [
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed; `run` restores the committed state and calls the function again."""
+    """`run` restores the committed state and calls the function again. Collectives do not raise it."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):

@@ -43,6 +43,7 @@ class StopRequest:
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 self._before: Any = signal.signal(signal.SIGTERM, self._on_signal) or signal.SIG_DFL
+                mark_signals()  # Python knows no handler in C, and has removed the recorder's
                 stack.callback(self._send_again)
                 stack.callback(self._act_as_before)
             if self._folder is not None:
@@ -59,7 +60,7 @@ class StopRequest:
 
     def _act_as_before(self) -> None:
         signal.signal(signal.SIGTERM, self._before)
-        mark_signals()  # Python knows no handler in C, and has removed the recorder's
+        mark_signals()
 
 
 def tell_launcher(job_folder: Path | None) -> Callable[[Path], None]:

@@ -37,7 +37,10 @@ def allreduce(
     name: str | None = None,
     **others: Any,
 ) -> Any:
-    """Reduce a tensor over ranks, eagerly or in a graph. It has a gradient.
+    """Reduce a tensor over ranks, eagerly or in a graph.
+
+    Its gradient is Horovod's: the gradients of all ranks, reduced by the same `op`. That is the derivative of
+    a sum and of an average, but not of "min", "max" and "product".
 
     Args:
         tensor: A tensor, IndexedSlices, or a value that converts to a tensor, of the same shape and dtype on

@@ -10,14 +10,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from hvpipe.errors import HvpipeError
 from hvpipe.keras.collectives import tensors as named
 from hvpipe.keras.collectives.compression import EVERY_COMPRESSOR
 from hvpipe.keras.collectives.ops import world_number
 from hvpipe.keras.collectives.process_sets import number_of
 from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.ops import without_autograph
+from hvpipe.keras.supported import described_type
 from hvpipe.keras.variables import identity
 from hvpipe.session import current
 
@@ -153,7 +156,19 @@ def wrap_optimizer(
 
     Returns:
         The same optimizer.
+
+    Raises:
+        HvpipeError: If `optimizer` is no Keras optimizer.
+        ValueError: If `passes` is below 1.
     """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise HvpipeError(
+            f"DistributedOptimizer needs a keras.optimizers.Optimizer. Received: {described_type(optimizer)}"
+        )
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(
+            f"backward_passes_per_step should be 1 or more. Received: backward_passes_per_step={passes!r}"
+        )
     own_apply = optimizer.apply
     local = {identity(variable) for variable in local_variables}
     optimizer.register_local_var = lambda variable: local.add(identity(variable))

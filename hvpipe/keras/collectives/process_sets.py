@@ -13,7 +13,8 @@ class ProcessSet:
     """Some ranks, which take part in a collective together.
 
     Args:
-        ranks: The ranks, or a communicator of mpi4py, whose ranks are taken.
+        ranks: The ranks, or a communicator of mpi4py, whose ranks are taken. The ranks may give different
+            parts of a communicator that was split: each rank then has the set of its own part.
 
     Raises:
         ValueError: If `ranks` is neither.
@@ -105,8 +106,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if added.mpi_comm is not None and added.ranks is None:
         added.ranks = sorted(added.mpi_comm.allgather(current().world.rank))
     assert added.ranks is not None
+    sets = [added.ranks]
+    if added.mpi_comm is not None:
+        everyone: list[list[int]] = current().engine.allgather_object(added.ranks)
+        sets = [ranks for place, ranks in enumerate(everyone) if ranks not in everyone[:place]]
     try:
-        added.process_set_id = current().named_calls().add_set(added.ranks)
+        numbers = [current().named_calls().add_set(ranks) for ranks in sets]
+        added.process_set_id = numbers[sets.index(added.ranks)]
     except HvpipeError as error:
         if type(error) is not HvpipeError:
             raise

@@ -128,7 +128,15 @@ def alltoall(
 
 
 def grouped_reducescatter(tensors: Sequence[Any], how: Reduction, name: str | None = None) -> list[Any]:
-    """Reduce tensors; each rank gets its part of the first axis. The first ranks get one row more."""
+    """Reduce tensors; each rank gets its part of the first axis. The first ranks get one row more.
+
+    Raises HvpipeError for Adasum, whose factors depend on whole tensors.
+    """
+    if how.op == "adasum":
+        raise HvpipeError(
+            "reducescatter takes every op but adasum: use allreduce, and take this rank's rows. "
+            "Received: op='adasum'"
+        )
 
     def send(packed: Sequence[Any]) -> list[Any]:
         number = number_of(how.process_set)

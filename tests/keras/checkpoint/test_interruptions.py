@@ -135,6 +135,7 @@ def test_restarts_after_a_rank_was_killed(tmp_path: Path, wanted: str) -> None:
     assert job.end() == 0, job.output
     assert state_in(job.output) == wanted
     assert job.output.count("Starting it again from") in (1, 2), job.output
+    assert re.search(r"Rank 1 on .* ended first after 8 steps, without a word", job.output), job.output
 
 
 def test_no_restart_of_a_broken_script(tmp_path: Path) -> None:
@@ -242,14 +243,15 @@ def test_the_samples_of_a_lost_rank_count(
 
 
 def test_the_recorder_notices_sigterm_after_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: Python set the default action in place of the recorder's handler."""
+    """Regression: Python set its handler, or the default action, in place of the recorder's."""
     before, marked = signal.getsignal(signal.SIGTERM), []
     core = SimpleNamespace(mark_signals=lambda: marked.append(signal.getsignal(signal.SIGTERM)))
     monkeypatch.setattr("hvpipe.comm.flight_record._core", core)
     with StopRequest(None, 0).listening():
+        assert marked[0] not in (before, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert marked == [before]
-    assert marked == [before, before]
+        assert marked[1:] == [before]
+    assert marked[1:] == [before, before]
 
 
 @pytest.mark.parametrize("too_late", [False, True])

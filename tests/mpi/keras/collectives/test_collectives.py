@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -84,6 +86,30 @@ def test_other_operations(run: Any) -> None:
     for name, (op, dtype) in cases.items():
         expected = REDUCTIONS[op](wide(everyone((5, 2), dtype)), axis=0)
         assert_close(found[name], np.trunc(expected) if dtype.is_integer else expected, dtype, name)
+
+
+@pytest.mark.three_suffice
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", [hvd.Min, hvd.Max])
+def test_nan_is_the_smallest_and_the_largest_number(op: int, dtype: Any) -> None:
+    mine = np.ones(hvd.size() + 1)
+    mine[hvd.rank()] = np.nan  # each rank at its own place, and one place on none
+    found = hvd.allreduce(tf.constant(mine, dtype), op=op)
+    assert np.isnan(wide(found.numpy())).tolist() == [True] * hvd.size() + [False]
+
+
+@pytest.mark.three_suffice
+def test_bad_operations() -> None:
+    for op in (-1, 6, "sum", True):
+        with pytest.raises(ValueError, match=f"op should be Average, .*Received: op={op!r}"):
+            hvd.allreduce(tf.ones(2), op=op)
+    with pytest.raises(HvpipeError, match="takes every op but adasum"):
+        hk.reducescatter(tf.ones(hvd.size()), op="adasum")
+    for passes in (0, -3, 1.5):
+        with pytest.raises(ValueError, match=f"should be 1 or more. Received: .*={passes}"):
+            hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=passes)
+    with pytest.raises(HvpipeError, match="DistributedOptimizer needs a keras"):
+        hvd.DistributedOptimizer("sgd", op=hvd.Sum)
 
 
 @pytest.mark.three_suffice
@@ -412,6 +438,17 @@ def test_process_sets() -> None:
     assert hvd.remove_process_set(part)
     assert not hvd.remove_process_set(part)
     assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+def test_process_sets_of_a_communicator_that_was_split() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    if size == 1:
+        pytest.skip("needs two ranks")
+    same = list(range(rank % 2, size, 2))
+    split = SimpleNamespace(Get_group=None, allgather=lambda _: same)
+    mine = hvd.add_process_set(hvd.ProcessSet(split))
+    assert (mine.ranks, mine.size()) == (same, len(same))
+    assert hvd.allreduce(tf.constant(rank), op=hvd.Sum, process_set=mine).numpy() == sum(same)
 
 
 def test_ranks_with_less_data_join() -> None:
