@@ -164,15 +164,6 @@ def by_group(rows: Iterable[CaseFigures]) -> dict[str, list[CaseFigures]]:
     return {name: list(members) for name, members in groupby(rows, key=lambda row: row.case.group)}
 
 
-def trained_on_shares(round_: Round) -> bool:
-    """Return whether processes of `single` learned from a share of each step's samples.
-
-    Older versions did. Such rounds are no reference for the accuracy of all ranks together.
-    """
-    batches = {rank.batch for rank in round_.ranks}
-    return round_.case.system == ALONE and round_.case.ranks > 1 and batches != {samples(round_.case)}
-
-
 def samples(case: Case) -> int:
     """Return the samples of one step, of all ranks together."""
     return sum(case.task.shares) if case.task.shares else case.task.batch * case.ranks

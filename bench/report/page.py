@@ -12,7 +12,6 @@ from bench.report.headlines import BEST_EXACT, HOROVOD, answer, cautions, headli
 from bench.report.markup import around, element
 from bench.report.page_measured import breakdown, case_by_case, curve, steps
 from bench.report.page_more import (
-    accuracy,
     gpus,
     links,
     not_measured,
@@ -66,13 +65,12 @@ def page(outcome: EvaluationOutcome) -> str:
         "Utilization over time": utilization(outcome),
         "GPUs": gpus(rows),
         "Time to accuracy": time_to_accuracy(outcome),
-        "The same accuracy": accuracy(outcome),
         "Pipelines": pipelines(outcome),
         "Links": links(outcome),
         "Not measured": not_measured(outcome),
         "How it was measured": _how(outcome),
     }
-    figures = ("Time to accuracy", "The same accuracy", "Step time by system")
+    figures = ("Time to accuracy", "Step time by system")
     opened = "" if any(answers) else next((title for title in figures if sections[title]), "")
     body = [
         element("h1", setting.title),

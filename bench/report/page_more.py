@@ -1,4 +1,4 @@
-"""The other sections of the report: scaling, utilization, accuracy, pipelines, links, what is missing."""
+"""The other sections of the report: scaling, utilization, time to accuracy, pipelines, links, what is missing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from bench.report.figures import (
     computes_alone,
     rounds_by_case,
     samples,
-    trained_on_shares,
 )
 from bench.report.learning import SHARE, ends_of_epochs_s, learning
 from bench.report.markup import around, element, figure, folded, table
 from bench.report.page_measured import system_colour
 from bench.report.plots import lines
-from bench.rounds.record import RankRound, Round, last_words
+from bench.rounds.record import Round, last_words
 
 _EQUAL_HOSTS = re.compile(r"\d+x([\d.]*\w+)")
-_SYNCHRONOUS = ("tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
 _SAMPLED = ("tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod-tuned", "hvpipe-step")
 _QUANTITIES = {
     "cpu": ("cores kept busy", 1.0),
@@ -120,51 +118,6 @@ def _quantity(name: str) -> tuple[str, float]:
     return name.replace("_", " "), 1.0
 
 
-def accuracy(outcome: EvaluationOutcome) -> str:
-    """Return loss and accuracy by epoch, and the last of each."""
-    made = []
-    for group, rounds in _first_good(outcome).items():
-        apart = any(trained_on_shares(each) for each in rounds)
-        trained = {
-            each.case.system: each.ranks[0]
-            for each in rounds
-            if each.ranks[0].loss and not trained_on_shares(each)
-        }
-        if not trained:
-            continue
-        plots = [
-            figure(f"{what} by epoch, {group}", _by_epoch(f"{what}, {group}", what, trained))
-            for what in ("loss", "accuracy")
-        ]
-        rows = [
-            [
-                system,
-                f"{rank.loss[-1]:.9g}",
-                f"{rank.accuracy[-1]:.4f}" if rank.accuracy else "",
-                format_time(median(rank.step_s)),
-            ]
-            for system, rank in trained.items()
-        ]
-        made += [
-            around("div", plots, "plots"),
-            table(["system", "last loss", "last accuracy", "step"], rows),
-            element("p", _equal_words(trained)),
-            *(
-                [
-                    element(
-                        "p",
-                        f"{ALONE} is left out, because each of its processes trained on a share of the "
-                        "images.",
-                        "quiet",
-                    )
-                ]
-                if apart
-                else []
-            ),
-        ]
-    return "".join(made)
-
-
 def time_to_accuracy(outcome: EvaluationOutcome) -> str:
     """Return, for each training by epochs, accuracy over seconds and the time to that of exact training."""
     made, first_good = [], _first_good(outcome)
@@ -188,38 +141,6 @@ def time_to_accuracy(outcome: EvaluationOutcome) -> str:
         ]
     words = f"The accuracy to reach is {SHARE:.0%} of the median that exact training ends with."
     return element("p", words) + "".join(made) if made else ""
-
-
-def _by_epoch(title: str, what: str, trained: Mapping[str, RankRound]) -> str:
-    series: _Series = {}
-    for system, rank in trained.items():
-        values: list[float] = getattr(rank, what)
-        if values:
-            series[system] = ([float(epoch + 1) for epoch in range(len(values))], values)
-    return _plot(title, series, ("epoch", what), 1.0 if what == "accuracy" else 0.0)
-
-
-def _equal_words(trained: Mapping[str, RankRound]) -> str:
-    """Say which of hvpipe's exact modes have the losses of its linear mode, and how near others come."""
-    linear = trained.get("hvpipe-none")
-    if linear is None:
-        return ""
-    exact = [name for name in ("hvpipe-backward", "hvpipe-step") if name in trained]
-    same = [name for name in exact if trained[name].loss == linear.loss]
-    others = [name for name in exact if name not in same]
-    words = []
-    if same:
-        words.append(f"{' and '.join(same)} have the losses of hvpipe-none, digit for digit.")
-    if others:
-        words.append(f"{' and '.join(others)} do not have the losses of hvpipe-none.")
-    apart = [
-        f"{name} {max(abs(a - b) / b for a, b in zip(trained[name].loss, linear.loss, strict=False)):.1g}"
-        for name in (ALONE, *_SYNCHRONOUS)
-        if name in trained
-    ]
-    if apart:
-        words.append(f"Largest relative distance from these losses in any epoch: {', '.join(apart)}.")
-    return " ".join(words)
 
 
 def pipelines(outcome: EvaluationOutcome) -> str:

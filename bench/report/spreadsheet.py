@@ -14,7 +14,6 @@ from bench.report.figures import (
     failed_cases,
     rounds_by_case,
     samples,
-    trained_on_shares,
 )
 from bench.report.headlines import OURS
 from bench.report.speedups import compare_in_groups
@@ -42,8 +41,7 @@ def to_csv(outcome: EvaluationOutcome) -> str:
     lines: list[_Cells] = []
     for key, rounds in rounds_by_case(outcome).items():
         row = rows.get(key)
-        learned = [each for each in rounds if not trained_on_shares(each)]
-        accuracies = [rank.accuracy[-1] for each in learned for rank in each.ranks if rank.accuracy]
+        accuracies = [rank.accuracy[-1] for each in rounds for rank in each.ranks if rank.accuracy]
         lines.append(
             {
                 **_case(rounds[0].case),
