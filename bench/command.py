@@ -157,12 +157,12 @@ def _run(options: argparse.Namespace) -> int:
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
     outcome = _measured(evaluation, folder, retry_failed=options.retry_failed)
     status = _finish(outcome, folder, options.json)
-    if any(each.error for each in (*outcome.rounds, *outcome.pipelines)):
+    if any(each.error for each in outcome.rounds):
         print(
             "the same command does not run failed cases again, but with --retry-failed it does",
             file=sys.stderr,
         )
-    if not outcome.pipelines and _none_installed(outcome):
+    if _none_installed(outcome):
         raise UsageError("One of the suite's systems at least should be installed. Received: none")
     return status
 
@@ -320,7 +320,7 @@ def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
 
 
 def _status(outcome: EvaluationOutcome) -> int:
-    failed = any(each.error for each in (*outcome.rounds, *outcome.pipelines))
+    failed = any(each.error for each in outcome.rounds)
     return 1 if failed or any(each.not_up for each in outcome.rounds) else 0
 
 

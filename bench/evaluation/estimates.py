@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench.cluster.named_clusters import cluster_spec
 from bench.errors import ClusterError
-from bench.evaluation.suite import Group, PipelineRun, Suite
+from bench.evaluation.suite import Group, Suite
 from bench.metrics import communication_bound_s
 from bench.training.workloads import trained_examples
 
@@ -56,18 +56,9 @@ def round_s(group: Group) -> float:
     return (_PROCESS_S + cost.trace_s) * crowd + steps * step_s
 
 
-def pipeline_s(run: PipelineRun) -> float:
-    """Return the seconds of a run of bench.pipeline: profile, then trace and train every plan."""
-    cost = _COSTS.get(run.model, _UNKNOWN)
-    plans = len(run.methods.split(",")) + run.seeds - 1
-    step_s = cost.sample_s * run.batch * (run.pixels / cost.pixels) ** cost.power
-    return _PROCESS_S + 2 * cost.trace_s + plans * (2 * cost.trace_s + run.rounds * (run.steps + 1) * step_s)
-
-
 def suite_s(suite: Suite) -> float:
     """Return the seconds of the whole suite."""
-    groups = sum(GROUP_S + len(group.turns()) * round_s(group) for group in suite.groups)
-    return groups + sum(GROUP_S + pipeline_s(run) for run in suite.pipelines)
+    return sum(GROUP_S + len(group.turns()) * round_s(group) for group in suite.groups)
 
 
 def _cluster_facts(group: Group) -> tuple[int, float | None, float]:

@@ -15,9 +15,7 @@ from typing import Any
 
 from bench.evaluation.outcome import (
     EvaluationOutcome,
-    PipelineOutcome,
     Setting,
-    pipeline_from_dict,
     setting_from_dict,
 )
 from bench.evaluation.software import differences
@@ -86,18 +84,12 @@ class Journal:
             self._append("link", asdict(each))
         self.outcome = replace(self.outcome, links=(*self.outcome.links, *found))
 
-    def add_pipeline(self, finished: PipelineOutcome) -> None:
-        """Append a pipeline run."""
-        self._append("pipeline", asdict(finished))
-        self.outcome = replace(self.outcome, pipelines=(*self.outcome.pipelines, finished))
-
     def forget_not_up(self) -> None:
         """Remove cases that did not run because their hosts were not up, so that they run again."""
         self._rewrite(
             replace(
                 self.outcome,
                 rounds=tuple(each for each in self.outcome.rounds if not each.not_up),
-                pipelines=tuple(each for each in self.outcome.pipelines if not each.not_up),
             )
         )
 
@@ -108,7 +100,6 @@ class Journal:
                 self.outcome,
                 rounds=tuple(each for each in self.outcome.rounds if not each.error),
                 links=tuple(each for each in self.outcome.links if not each.why),
-                pipelines=tuple(each for each in self.outcome.pipelines if not each.error),
             )
         )
 
@@ -119,7 +110,6 @@ class Journal:
         lines = [_line("setting", asdict(kept.setting))]
         lines += [_line("round", each.to_dict()) for each in kept.rounds]
         lines += [_line("link", asdict(each)) for each in kept.links]
-        lines += [_line("pipeline", asdict(each)) for each in kept.pipelines]
         with atomic_file(self._path, sync=True) as file:
             file.writelines(lines)
         self.outcome = kept
@@ -150,7 +140,6 @@ def _outcome(path: Path, lines: list[bytes]) -> EvaluationOutcome:
             setting_from_dict(of["setting"][0]),
             tuple(Round.from_dict(each) for each in of.get("round", [])),
             tuple(LinkFacts(**each) for each in of.get("link", [])),
-            tuple(pipeline_from_dict(each) for each in of.get("pipeline", [])),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise JournalError(f"{path} should be a journal of an evaluation. Received: {error!r}") from error

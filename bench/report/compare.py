@@ -15,11 +15,8 @@ from typing import Any, Literal
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.software import differences
 from bench.metrics import format_time, geometric_mean, table
-from bench.pipeline.report import MeasuredPlan
 from bench.report.compare_learning import Learning, compare_learning, learning_table
 from bench.report.figures import all_figures, failed_cases, not_measured
-from bench.rounds.record import last_words
-from bench.rounds.timed_steps import steps_noise
 
 LEAST_CHANGE = 0.05  # smaller changes are never reported
 BETWEEN_ROUNDS = (
@@ -35,7 +32,7 @@ _ORDER: tuple[Verdict, ...] = ("slower", "failed", "not run", "another task", "f
 
 @dataclass(frozen=True)
 class Change:
-    """A case, or a placement of a pipeline, before and after. Ratios within `allowed` of 1 mean nothing.
+    """A case before and after. Ratios within `allowed` of 1 mean nothing.
 
     "another task" (other threads, steps or seed) has no ratio, because the two cannot be compared. "failed"
     means that it did not fail before. "not run" means that it was not asked for, was skipped or has not run
@@ -132,11 +129,11 @@ class _Measured:
     step_s: float
     noise: float
     rounds: int
-    system: str = ""  # of a case of systems
+    system: str
 
 
 def compare(before: EvaluationOutcome, after: EvaluationOutcome) -> Differences:
-    """Compare every case of either, and every placement of their pipelines."""
+    """Compare every case of either."""
     old, new = ({each.key: each for each in _measured(of)} for of in (before, after))
     between = _between_rounds((before, after))
     pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
@@ -169,7 +166,7 @@ def _system_changes(pairs: Sequence[tuple[_Measured, _Measured]], between: float
     """Return the mean change of each system, which shows less than a single case's noise."""
     by_system: dict[str, list[tuple[_Measured, _Measured]]] = {}
     for old, new in pairs:
-        if old.task == new.task and old.system:
+        if old.task == new.task:
             by_system.setdefault(old.system, []).append((old, new))
     several = {system: of for system, of in by_system.items() if len(of) >= _LEAST_CASES}
     errors = _errors(len(several))
@@ -194,19 +191,8 @@ def _verdict(ratio: float, allowed: float) -> Verdict:
 
 
 def _measured(outcome: EvaluationOutcome) -> Iterator[_Measured]:
-    """Yield cases, then pipelines. Several placements of one method have their number in the name."""
     for row in all_figures(outcome):
         yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds, row.case.system)
-    for run in outcome.pipelines:
-        if run.report is not None:
-            task = (run.report.workload, run.report.schedule, run.report.ranks, run.report.batch)
-            for case in run.report.cases:
-                # The report does not keep the number of rounds.
-                yield _Measured(f"{run.name}/{case.method}", task, case.seconds(), _noise(case), 1)
-
-
-def _noise(case: MeasuredPlan) -> float:
-    return steps_noise([max(case.step_s, key=statistics.median)])
 
 
 def _between_rounds(outcomes: Sequence[EvaluationOutcome]) -> float:
@@ -231,18 +217,14 @@ def _errors(cases: int) -> float:
 
 
 def _failed(outcome: EvaluationOutcome) -> dict[str, str]:
-    """Return the reason by the key of a case or the name of a pipeline."""
+    """Return the reason by the key of a case."""
     why = not_measured(outcome)
-    runs = [each for each in outcome.pipelines if each.error and not each.not_up]
-    pipelines = {each.name: last_words(each.error) for each in runs}
-    return {**{key: why[key] for key in failed_cases(outcome)}, **pipelines}
+    return {key: why[key] for key in failed_cases(outcome)}
 
 
 def _not_there(key: str, old: _Measured, after: EvaluationOutcome) -> Change:
     """Return the change of a case that has no figures any more, or failed in one of its rounds."""
-    failed = _failed(after)
-    # A pipeline fails as a whole.
-    if why := failed.get(key) or failed.get(key.rsplit("/", 1)[0]):
+    if why := _failed(after).get(key):
         return Change(key, "failed", old.step_s, why=why)
     return Change(key, "not run", old.step_s, why=not_measured(after).get(key, ""))
 

@@ -21,7 +21,7 @@ from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.metrics import communication_bound_s, median, relative_spread
 from bench.report.group_breakdown import Parts, computing_alone, parts_of, ranks_of_parts
 from bench.report.usage import Usage, usage_of
-from bench.rounds.record import Case, Round, last_words
+from bench.rounds.record import Case, Round
 from bench.rounds.step_breakdown import ALONE
 from bench.rounds.timed_steps import counted, deviation, mean_noise, slowest_rank, steps_noise
 from bench.systems import SYSTEMS
@@ -106,7 +106,7 @@ def rounds_by_case(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
 
 
 def not_measured(outcome: EvaluationOutcome) -> dict[str, str]:
-    """Return the reason by case or pipeline: any round failed, or all were skipped."""
+    """Return the reason by case: any round failed, or all were skipped."""
     found = {}
     for key, rounds in rounds_by_case(outcome).items():
         failed = next((each for each in rounds if each.error), None)
@@ -114,9 +114,6 @@ def not_measured(outcome: EvaluationOutcome) -> dict[str, str]:
             found[key] = f"failed, {failed.why}"
         elif not any(each.ok for each in rounds):
             found[key] = f"skipped, {rounds[-1].why}"
-    for each in outcome.pipelines:
-        if each.error:
-            found[each.name] = f"failed, {last_words(each.error)}"
     return found
 
 

@@ -133,11 +133,11 @@ def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
     left = unfinished(outcome)
     if not left:
         return []
-    count = sum(len(systems) or 1 for systems in left.values())
-    names = [f"{name} ({', '.join(systems)})" if systems else name for name, systems in left.items()]
+    count = sum(len(systems) for systems in left.values())
+    names = [f"{name} ({', '.join(systems)})" for name, systems in left.items()]
     return [
         "Not all of the suite has run yet. Missing, or short of rounds "
-        f"({count} of its cases and pipelines): {', '.join(names)}."
+        f"({count} of its cases): {', '.join(names)}."
     ]
 
 

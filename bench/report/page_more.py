@@ -1,4 +1,4 @@
-"""The other sections of the report: scaling, utilization, time to accuracy, pipelines, links, what is missing."""
+"""The other sections of the report: scaling, utilization, time to accuracy, links, what is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.report.learning import SHARE, ends_of_epochs_s, learning
 from bench.report.markup import around, element, figure, folded, table
 from bench.report.page_measured import system_colour
 from bench.report.plots import lines
-from bench.rounds.record import Round, last_words
+from bench.rounds.record import Round
 
 _EQUAL_HOSTS = re.compile(r"\d+x([\d.]*\w+)")
 _SAMPLED = ("tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod-tuned", "hvpipe-step")
@@ -141,40 +141,6 @@ def time_to_accuracy(outcome: EvaluationOutcome) -> str:
         ]
     words = f"The accuracy to reach is {SHARE:.0%} of the median that exact training ends with."
     return element("p", words) + "".join(made) if made else ""
-
-
-def pipelines(outcome: EvaluationOutcome) -> str:
-    """Return a table for each pipeline run: measured and predicted."""
-    made = []
-    for each in outcome.pipelines:
-        made.append(element("h3", each.name))
-        if each.report is None:
-            made.append(folded(f"failed: {last_words(each.error)}", each.error))
-            continue
-        report = each.report
-        first = report.cases[0]
-        made.append(
-            element(
-                "p",
-                f"{report.workload}; {report.ranks} ranks, {report.where}; {report.schedule}, "
-                f"{report.microbatches} micro-batches. Saved is the time that {first.method} saves.",
-                "quiet",
-            )
-        )
-        rows = [
-            [
-                case.method,
-                format_time(case.seconds()),
-                format_time(case.forecast_s),
-                f"{case.seconds() / case.forecast_s:.2f}",
-                "" if case.bound_s is None else f"{case.seconds() / case.bound_s:.2f}",
-                f"{1 - first.seconds() / case.seconds():.0%}",
-            ]
-            for case in report.cases
-        ]
-        header = ["placement", "step", "predicted", "step / predicted", "step / bound", "saved"]
-        made.append(table(header, rows))
-    return "".join(made)
 
 
 def links(outcome: EvaluationOutcome) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.evaluation.suite import Group, PipelineRun
+from bench.evaluation.suite import Group
 from bench.report.figures import not_measured
 from bench.rounds.record import Task
 
 
 def unfinished(outcome: EvaluationOutcome) -> dict[str, list[str]]:
-    """Return by group the systems that lack a round, and the names of pipelines that have not run.
+    """Return by group the systems that lack a round.
 
     Failed and skipped cases lack nothing: they are in not_measured.
     """
@@ -25,9 +25,7 @@ def unfinished(outcome: EvaluationOutcome) -> dict[str, list[str]]:
         left = [case.system for number, case in turns if (number, case.key) not in ran]
         if left:
             found[group.name] = list(dict.fromkeys(found.get(group.name, []) + left))
-    ended = {each.name for each in outcome.pipelines}
-    names = [_pipeline_name(each) for each in plan.get("pipelines", [])]
-    return {**found, **{name: [] for name in names if name not in ended}}
+    return found
 
 
 def _group(data: Mapping[str, Any]) -> Group:
@@ -35,7 +33,3 @@ def _group(data: Mapping[str, Any]) -> Group:
     task = Task(**{**data["task"], "shares": tuple(data["task"]["shares"])})
     systems, once = tuple(data["systems"]), tuple(data.get("once", ()))  # missing in older plans
     return Group(task, data["cluster"], data["ranks"], systems, data["rounds"], data["scaling"], once=once)
-
-
-def _pipeline_name(data: Mapping[str, Any]) -> str:
-    return PipelineRun(data["cluster"], data["model"], data["pixels"], data["batch"]).name

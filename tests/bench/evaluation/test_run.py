@@ -18,14 +18,12 @@ from bench.errors import ClusterError
 from bench.evaluation import run as evaluation
 from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import FILE, Journal, JournalError, alone_in
-from bench.evaluation.outcome import EvaluationOutcome, OutcomeError, PipelineOutcome
+from bench.evaluation.outcome import EvaluationOutcome, OutcomeError
 from bench.evaluation.progress import EvaluationProgress, format_left
 from bench.evaluation.run import Evaluation, setting_of
-from bench.evaluation.suite import Group, PipelineRun, Suite, SuiteError
+from bench.evaluation.suite import Group, Suite, SuiteError
 from bench.hosts import links
 from bench.hosts.real_hosts import RealHosts
-from bench.pipeline.report import PipelineReport
-from bench.report.figures import not_measured
 from bench.rounds.record import Case, Round, Task
 from bench_rounds import finished
 
@@ -82,7 +80,7 @@ def test_an_interrupted_run_resumes_without_losing_or_repeating_a_round(stop_at:
 
 
 def test_at_the_end_no_time_is_left(tmp_path: Path) -> None:
-    run_, part = PipelineRun("2x1gbit", "vgg16"), Group(Task("digits", 8), "loopback", 2, ("c",))
+    part = Group(Task("digits", 8), "loopback", 2, ("c",))
     suite = replace(SUITE, groups=(*SUITE.groups, part))
     for systems in (Systems(fails=("b",)), Systems()):
         evaluated = Evaluation(suite, HERE, systems, {"c": "absent"})
@@ -90,12 +88,6 @@ def test_at_the_end_no_time_is_left(tmp_path: Path) -> None:
         evaluated.run(tmp_path, progress)
         assert progress.share == pytest.approx(1.0)
         assert progress.left_s == pytest.approx(0.0, abs=1e-6)
-    journal = Journal(tmp_path / "p", setting_of(Suite("p", "P", (), (run_,)), HostSelection()))
-    journal.add_pipeline(PipelineOutcome(run_.name, error="failed"))
-    evaluated = Evaluation(Suite("p", "P", (), (run_,)), HostSelection(), Systems(), {})
-    progress = EvaluationProgress(evaluated.estimate_s(), io.StringIO())
-    evaluated.run(tmp_path / "p", progress)
-    assert progress.left_s == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_cluster_is_not_brought_up_for_cases_that_failed_before(
@@ -193,16 +185,12 @@ def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_failed_links_and_pipelines_run_again_on_request(tmp_path: Path) -> None:
+def test_failed_links_run_again_on_request(tmp_path: Path) -> None:
     journal = Journal(tmp_path, setting_of(SUITE, HERE))
     measured = links.LinkFacts("b", "h0", "h1", 1e9)
     journal.add_links([links.LinkFacts("a", "h0", "h1", None, why="no time"), measured])
-    journal.add_pipeline(PipelineOutcome("one", error="ValueError: too large"))
-    journal.add_pipeline(PipelineOutcome("two", error="the hosts were not up: no such rate"))
-    journal.forget_not_up()
-    assert [each.name for each in journal.outcome.pipelines] == ["one"]
     journal.forget_failed()
-    assert (journal.outcome.pipelines, [each.cluster for each in journal.outcome.links]) == ((), ["b"])
+    assert [each.cluster for each in journal.outcome.links] == ["b"]
     assert Journal(tmp_path, setting_of(SUITE, HERE)).outcome == journal.outcome
 
 
@@ -327,13 +315,12 @@ def test_scaling_is_measured_on_fewer_hosts_too(tmp_path: Path, monkeypatch: pyt
     hosts = RealHosts("a:2,b,c")
     hosts.spec = replace(hosts.spec, machines=(("a", "8 cores"), ("c", "16 cores")))
     where = HostSelection(hosts=hosts).on_counts("1, 2")
-    fitted = where.fit(Suite("mine", "Mine", groups, (PipelineRun("2x1gbit", "vgg16"),)))
+    fitted = where.fit(Suite("mine", "Mine", groups))
     assert [group.name for group in fitted.groups] == [
         *("digits-64/8/1xhosts-2/weak", "digits-64/6/1xhosts-2/strong"),
         *("digits-64/8/2xhosts-3/weak", "digits-64/4/2xhosts-3/strong"),
         *("digits-64/8/3xhosts-4/weak", "digits-64/32/3xhosts-4/4-epochs", "digits-64/3/3xhosts-4/strong"),
     ]
-    assert [run.name for run in fitted.pipelines] == ["pipeline/vgg16-64/32/3xhosts"]
     assert [said.split(" is left out")[0] for said in fitted.notes] == ["digits-64/9+7/2x1gbit-2/weak"]
     assert where.fit(fitted) == fitted
     assert where.facts("1xhosts").description == "hosts a:2; a: 8 cores"
@@ -346,7 +333,7 @@ def test_scaling_is_measured_on_fewer_hosts_too(tmp_path: Path, monkeypatch: pyt
         return finished(case, 1.0, number=number)
 
     monkeypatch.setattr(links, "measure", lambda hosts, cluster: [])
-    evaluated = Evaluation(replace(fitted, pipelines=()), where, run_round, {})
+    evaluated = Evaluation(fitted, where, run_round, {})
     evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
     assert slots == [2, 2, 3, 3, 4, 4, 4]
     for text in ("0", "4", "two", ""):
@@ -379,60 +366,6 @@ def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
     assert (link.second, link.set_bits_per_s, link.bits_per_s) == ("h1", 1e9, None)
     assert link.why == "Command '['mpirun']' timed out after 180.0 seconds"
     assert Journal.kept_in(tmp_path) == outcome
-
-
-def test_a_pipeline_that_fails_is_recorded_with_its_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def up(self: HostSelection, cluster: str) -> Iterator[VirtualCluster]:
-        yield VirtualCluster(equal_hosts(2))
-
-    says = ["sh", "-c", "printf '\\033[31mValueError: too large\\033[0m\\n' >&2; exit 3"]
-    monkeypatch.setattr(HostSelection, "bring_up", up)
-    monkeypatch.setattr(VirtualCluster, "mpirun_command", lambda self, ranks, command: says)
-    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
-    found = Evaluation(suite, HostSelection(), Systems(), {}).run(
-        tmp_path, EvaluationProgress(1.0, io.StringIO())
-    )
-    (failed,) = found.pipelines
-    assert failed.error == "The ranks failed with status 3: see their output\nValueError: too large"
-    assert not_measured(found) == {"pipeline/vgg16-64/32/2x1gbit": "failed, ValueError: too large"}
-
-
-def test_a_pipeline_runs_on_real_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = PipelineReport("a model", "hosts a:1, b:1", "1f1b", 8, 2, 32, ())
-    shared: list[Path] = []
-
-    def start(self: RealHosts, ranks: int, command: list[str]) -> list[str]:
-        assert (ranks, command[0]) == (2, "env")
-        assert command[1].startswith("PYTHONPATH=/")
-        result = command[command.index("--result") + 1]
-        shared.append(Path(result).parent.parent)
-        return ["sh", "-c", f"printf '%s' '{report.to_json()}' > {result}"]
-
-    monkeypatch.setattr(RealHosts, "mpirun_command", start)
-    monkeypatch.chdir(tmp_path)
-    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16", spec=equal_hosts(2, "1gbit")),))
-    evaluated = Evaluation(suite, HostSelection(hosts=RealHosts("a,b")), Systems(), {})
-    (found,) = evaluated.run(tmp_path / "out", EvaluationProgress(1.0, io.StringIO())).pipelines
-    assert (found.name, found.error) == ("pipeline/vgg16-64/32/hosts", "")
-    assert found.report == PipelineReport.from_json(report.to_json())
-    assert shared == [tmp_path]
-
-
-def test_a_pipeline_whose_hosts_were_not_up_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostSelection, "bring_up", broken)
-    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
-    for _ in range(2):
-        found = Evaluation(suite, HostSelection(), Systems(), {}).run(
-            tmp_path, EvaluationProgress(1.0, io.StringIO())
-        )
-        (failed,) = found.pipelines
-        assert failed.error == "the hosts were not up: no such rate"
-        assert failed.not_up
 
 
 def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ SYSTEMS = (
     *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale"),
 )
 GROUP = '[[group]]\nworkload = "resnet50"\nbatch = 8\nclusters = ["2x1gbit"]\nsystems = "all"\n'
-PIPELINE = '[[pipeline]]\ncluster = "2x1gbit"\nmodel = "vgg16"\n'
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -111,7 +110,6 @@ def test_on_one_cluster_tasks_run_once_and_shares_for_other_cpus_are_left_out() 
     assert len(set(names)) == len(names)
     assert {(group.cluster, group.ranks) for group in suite.groups} == {("hosts", 4)}
     assert not any(group.task.shares for group in suite.groups)
-    assert [run.name for run in suite.pipelines] == ["pipeline/transformer-128/32/hosts"]
     assert [said.split(" is left out")[0] for said in suite.notes] == [
         "resnet50-64/11+5/slow-cpu-2/weak",
         "resnet50-128/11+5/slow-cpu-2/weak",
@@ -181,13 +179,10 @@ MINE = '[[host]]\nrate = "1.5gbit"\n[[host]]\nrate = "100mbit"\ncpus = 0.5\n'
 def test_a_cluster_may_be_a_file_beside_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "mine.toml").write_text(MINE)
-    text = (GROUP + PIPELINE).replace("2x1gbit", "theirs/mine.toml")
-    suite = read_suite(written(tmp_path, text), SYSTEMS)
-    (group,), (run,) = suite.groups, suite.pipelines
+    text = GROUP.replace("2x1gbit", "theirs/mine.toml")
+    (group,) = read_suite(written(tmp_path, text), SYSTEMS).groups
     assert (group.name, group.ranks) == ("resnet50-64/8/mine.toml-2/weak", 2)
-    assert group.spec == run.spec == read_spec(tmp_path / "theirs" / "mine.toml")
-    assert run.name == "pipeline/vgg16-64/32/mine.toml"
-    assert not {"--spec", "--cluster"} & set(run.words())
+    assert group.spec == read_spec(tmp_path / "theirs" / "mine.toml")
     # 95 MB at 100 Mb/s, in 11 steps. The time limit of a round follows from this estimate.
     fast = read_suite(written(tmp_path, GROUP.replace("2x1gbit", "2xunlimited")), SYSTEMS).groups[0]
     assert round_s(group) - round_s(fast) > 11 * 7.6
@@ -198,18 +193,18 @@ def test_a_cluster_may_be_a_file_beside_the_suite(tmp_path: Path, monkeypatch: p
     both = GROUP.replace('"2x1gbit"', '"theirs/mine.toml", "other/mine.toml"')
     with pytest.raises(SuiteError, match="Received: "):
         read_suite(written(tmp_path, both), SYSTEMS)
-    apart = GROUP.replace("2x1gbit", "theirs/mine.toml") + PIPELINE.replace("2x1gbit", "other/mine.toml")
+    apart = GROUP.replace("2x1gbit", "theirs/mine.toml") + GROUP.replace("resnet50", "vgg16").replace(
+        "2x1gbit", "other/mine.toml"
+    )
     with pytest.raises(SuiteError, match=r"different file names. Received: 'mine\.toml'"):
         read_suite(written(tmp_path, apart), SYSTEMS)
 
 
 def test_a_suite_for_hosts_needs_no_cluster(tmp_path: Path) -> None:
-    text = (GROUP + 'scaling = "strong"\n' + PIPELINE).replace('clusters = ["2x1gbit"]', "")
-    text = text.replace('cluster = "2x1gbit"', "")
+    text = (GROUP + 'scaling = "strong"\n').replace('clusters = ["2x1gbit"]', "")
     suite = read_suite(written(tmp_path, text), SYSTEMS)
     moved = suite.on_one_cluster("hosts", 4)
     assert [(group.name, group.task.batch) for group in moved.groups] == [("resnet50-64/2/hosts-4/strong", 2)]
-    assert [run.name for run in moved.pipelines] == ["pipeline/vgg16-64/32/hosts"]
     assert moved.on_one_cluster("hosts", 4) == moved
 
 
@@ -283,12 +278,6 @@ def test_shares_add_up_and_follow_the_cpu_time_of_hosts(batch: int, speeds: list
         ("group = 5", r"\[\[group\]\] should be tables. Received: 5"),
         (GROUP.replace("[[group]]", "[group]"), "should be tables"),
         ("title = 5\n" + GROUP, "title should be a text. Received: 5"),
-        (PIPELINE.replace('model = "vgg16"', ""), "model should be one of .*Received: None"),
-        (PIPELINE.replace("vgg16", "vgg61"), "Received: 'vgg61'"),
-        (PIPELINE.replace('cluster = "2x1gbit"', "cluster = 5"), "cluster should be a name. Received: 5"),
-        (PIPELINE + 'batch = "32"', "Received: '32'"),
-        (PIPELINE + 'microbatches = "many"', "Received: 'many'"),
-        (PIPELINE + "methods = []", r"Received: \[\]"),
         (GROUP + "shares = [1, 2, 3]", "one for each of 2 ranks"),
         (GROUP + GROUP, "each once. Received: .'resnet50-64/8/2x1gbit-2/weak'"),
     ],
@@ -302,11 +291,6 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_bytes(b"title = '\xff'")
     with pytest.raises(SuiteError, match=r"mine\.toml should be TOML"):
         read_suite(str(tmp_path / "mine.toml"), SYSTEMS)
-
-
-def test_a_pipeline_may_choose_its_number_of_micro_batches(tmp_path: Path) -> None:
-    (run,) = read_suite(written(tmp_path, PIPELINE + 'microbatches = "auto"'), SYSTEMS).pipelines
-    assert run.words()[run.words().index("--microbatches") + 1] == "auto"
 
 
 def test_unknown_names() -> None:

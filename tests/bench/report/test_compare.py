@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome, PipelineOutcome
-from bench.pipeline.report import MeasuredPlan, PipelineReport
+from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.report.compare import compare
 from bench.rounds.record import Round
 from bench_rounds import MACHINE, TASK, case, finished, outcome
@@ -96,26 +95,6 @@ def test_a_failed_case_is_a_regression_but_a_new_or_missing_one_is_not() -> None
     new = compare(outcome(one), both)
     assert not new.regressed
     assert new.to_json()["changes"][1]["verdict"] == "new"
-
-
-def pipeline(*methods: tuple[str, float], error: str = "") -> PipelineOutcome:
-    cases = tuple(MeasuredPlan(name, 2, [[step_s] * 3, [step_s] * 3], step_s) for name, step_s in methods)
-    report = PipelineReport("a model", "2x1gbit", "1f1b", 8, 2, 32, cases)
-    return PipelineOutcome("pipeline/vgg16-64/32/2x1gbit", None if error else report, error)
-
-
-def test_a_slower_or_failed_pipeline_is_a_regression() -> None:
-    before = outcome(pipelines=(pipeline(("greedy", 1.0), ("random 0", 3.0)),))
-    after = outcome(pipelines=(pipeline(("greedy", 1.5), ("random 0", 3.0)),))
-    found = compare(before, after)
-    assert [(each.key.rsplit("/")[-1], each.verdict) for each in found.changes] == [
-        ("greedy", "slower"),
-        ("random 0", "the same"),
-    ]
-    failed = compare(before, outcome(pipelines=(pipeline(error="ValueError: too large"),)))
-    assert failed.regressed
-    assert {(each.verdict, each.why) for each in failed.changes} == {("failed", "ValueError: too large")}
-    assert not compare(before, outcome()).regressed
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome, PipelineOutcome
-from bench.evaluation.suite import Group, PipelineRun, Suite
+from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
+from bench.evaluation.suite import Group, Suite
 from bench.hosts.links import LinkFacts
-from bench.pipeline.report import MeasuredPlan, PipelineReport
 from bench.report.figures import all_figures, not_measured
 from bench.report.files import show_figures, write_outputs
 from bench.report.headlines import answer, cautions, headlines
 from bench.report.page import page
 from bench.report.readme import BEGIN, END, ReadmeError, comparison, rewrite
-from bench.report.spreadsheet import to_csv
 from bench.rounds.record import Round, Task
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
@@ -45,22 +43,7 @@ def everything() -> EvaluationOutcome:
         finished(case("hvpipe-step", task=digits), 0.1, **curves),
         finished(case("tf-mwms", task=digits), 0.1, **{**curves, "loss": [2.0, 1.00002]}),
     )
-    report = PipelineReport(
-        *("transformer", "2 hosts", "1f1b", 8, 2, 32),
-        (
-            MeasuredPlan("greedy", 2, [[3.0], [3.0]], 4.0, 2.5),
-            MeasuredPlan("random", 2, [[6.0], [6.0]], 5.0),
-        ),
-    )
-    found = outcome(
-        *rounds,
-        clusters=(CLUSTER, FOUR),
-        links=(LINK,),
-        pipelines=(
-            PipelineOutcome("pipeline/a", report),
-            PipelineOutcome("pipeline/b", error="<ranks> failed"),
-        ),
-    )
+    found = outcome(*rounds, clusters=(CLUSTER, FOUR), links=(LINK,))
     return replace(
         found, setting=replace(found.setting, title="A <title>", notes=("plain loopback & so on",))
     )
@@ -110,7 +93,7 @@ def test_the_page_has_every_section_and_valid_html() -> None:
             "Where the time goes",
             "Utilization over time",
         ),
-        *("Time to accuracy", "Pipelines", "Links", "Not measured", "How it was measured"),
+        *("Time to accuracy", "Links", "Not measured", "How it was measured"),
     ):
         assert f"<summary><h2>{heading}</h2></summary>" in html, heading
     # One sentence, the curves and one table come before everything that is folded.
@@ -119,15 +102,13 @@ def test_the_page_has_every_section_and_valid_html() -> None:
     assert (first.count("<svg"), first.count("<table")) == (2, 1)
     # 2 curves, steps of 3 groups, 1 breakdown, 1 utilization, 1 scaling, 1 accuracy.
     assert "cores kept busy, resnet50-64/8/2x1gbit-2/weak" in found.text
-    assert found.tags.count("svg") == 10
+    assert found.tags.count("svg") == 9
 
 
 def test_every_figure_of_every_case_is_on_the_page() -> None:
     text = Page(whole_page()).text
     for figure in ("3 s", "5.33", "50%", "40%", "1 s", "87.5%", "95.0 MB", "940 Mb/s", "30 us"):
         assert f" {figure} " in text, figure
-    for placement in ("greedy", "random", "4 s", "0.75", "1.20", "50%"):
-        assert placement in text, placement
 
 
 def test_cores_and_gpu_use_of_every_rank_are_in_the_report() -> None:
@@ -142,7 +123,7 @@ def test_cores_and_gpu_use_of_every_rank_are_in_the_report() -> None:
 
 def test_text_is_escaped_and_failures_are_shown() -> None:
     html = whole_page()
-    for raw in ("<b>no such", "<not installed>", "A <title>", "<ranks> failed"):
+    for raw in ("<b>no such", "<not installed>", "A <title>"):
         assert raw not in html
     text = Page(html).text
     for shown in ("<b>no such</b> symbol & more", "<not installed>", "A <title>", "plain loopback & so on"):
@@ -313,8 +294,7 @@ def test_figures_from_different_tensorflows_are_marked() -> None:
 def test_rounds_missing_from_an_interrupted_evaluation_are_named() -> None:
     systems = ("single", "tf-ps", "horovod", "hvpipe-none", "hvpipe-step")
     group = Group(TASK, "2x1gbit", 2, systems, rounds=2, once=("single",))
-    pipelines = tuple(PipelineRun("2x1gbit", model) for model in ("vgg16", "resnet50"))
-    plan = json.loads(json.dumps(asdict(Suite("quick", "Quick", (group,), pipelines))))
+    plan = json.loads(json.dumps(asdict(Suite("quick", "Quick", (group,)))))
     setting = replace(outcome().setting, plan=plan)
     rounds = (
         finished(case("single"), 1.0),
@@ -322,25 +302,23 @@ def test_rounds_missing_from_an_interrupted_evaluation_are_named() -> None:
         Round(case("tf-ps"), 0, skipped="not installed"),
         Round(case("hvpipe-none"), 0, error="boom"),
     )
-    broken = PipelineOutcome("pipeline/vgg16-64/32/2x1gbit", error="no")
-    found = EvaluationOutcome(setting, rounds, pipelines=(broken,))
+    found = EvaluationOutcome(setting, rounds)
     said = (
-        "Not all of the suite has run yet. Missing, or short of rounds (3 of its cases and pipelines): "
-        "resnet50-64/8/2x1gbit-2/weak (horovod, hvpipe-step), pipeline/resnet50-64/32/2x1gbit."
+        "Not all of the suite has run yet. Missing, or short of rounds (2 of its cases): "
+        "resnet50-64/8/2x1gbit-2/weak (horovod, hvpipe-step)."
     )
     assert cautions(found) == [said]
     for shown in (page(found), show_figures(found, as_json=False), comparison(found)):
         assert said in " ".join(shown.split())
     more = (finished(case("horovod"), 1.0, number=0), finished(case("horovod"), 1.0, number=1))
     whole = (*rounds, *more, finished(case("hvpipe-step"), 2.0, number=1))
-    other = PipelineOutcome("pipeline/resnet50-64/32/2x1gbit", error="no")
-    assert cautions(EvaluationOutcome(setting, whole, pipelines=(broken, other))) == []
+    assert cautions(EvaluationOutcome(setting, whole)) == []
 
 
 def test_a_case_measured_after_being_skipped_is_not_shown_as_skipped() -> None:
     skipped = Round(case("horovod"), 0, skipped="not installed")
-    found = outcome(skipped, finished(case("horovod"), 1.0), pipelines=(PipelineOutcome("p", error="no"),))
-    assert not_measured(found) == {"p": "failed, no"}
+    found = outcome(skipped, finished(case("horovod"), 1.0))
+    assert not_measured(found) == {}
     assert "skipped" not in show_figures(found, as_json=False)
     assert json.loads(show_figures(outcome(skipped), as_json=True))["not_measured"] == {
         "resnet50-64/8/2x1gbit-2/weak/horovod": "skipped, not installed"
