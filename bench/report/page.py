@@ -10,7 +10,7 @@ from bench.report import modes
 from bench.report.figures import CaseFigures, all_figures
 from bench.report.headlines import BEST_EXACT, HOROVOD, answer, cautions, headlines, left_out
 from bench.report.markup import around, element
-from bench.report.page_measured import breakdown, case_by_case, curve, steps
+from bench.report.page_measured import case_by_case, curve, steps
 from bench.report.page_more import (
     gpus,
     links,
@@ -60,7 +60,6 @@ def page(outcome: EvaluationOutcome) -> str:
         "Which mode to use": around("ul", (element("li", each) for each in modes.advice(rows))),
         "Step time by system": steps(outcome, rows),
         "Scaling": scaling(rows),
-        "Where the time goes": breakdown(rows),
         "Utilization over time": utilization(outcome),
         "GPUs": gpus(rows),
         "Time to accuracy": time_to_accuracy(outcome),

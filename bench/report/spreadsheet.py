@@ -17,7 +17,7 @@ from bench.report.figures import (
 )
 from bench.report.headlines import OURS
 from bench.report.speedups import compare_in_groups
-from bench.rounds.record import PARTS, Case, Round
+from bench.rounds.record import Case, Round
 
 _CASE = (
     *("key", "workload", "pixels", "batch", "shares", "threads", "seed", "warm_up", "steps", "cluster"),
@@ -29,7 +29,6 @@ _FIGURES = (
 )
 # Of hvpipe against the row's system, in the same group.
 _SPEEDUP, _REDUCTION = (f"{OURS.replace('-', '_')}_{what}" for what in ("speedup", "reduction"))
-_PARTS = tuple(f"{part}_s" for part in PARTS)
 
 _Cells = Mapping[str, object]
 
@@ -57,7 +56,7 @@ def to_csv(outcome: EvaluationOutcome) -> str:
 def _written(lines: Sequence[_Cells]) -> str:
     """Write the lines, with columns for the GPU quantities that were sampled."""
     gpu = sorted({name for line in lines for name in line if name.startswith("gpu_")})
-    columns = [*_CASE, *_FIGURES, _SPEEDUP, _REDUCTION, *_PARTS, "parts_rank", "accuracy", "cores_by_rank"]
+    columns = [*_CASE, *_FIGURES, _SPEEDUP, _REDUCTION, "accuracy", "cores_by_rank"]
     out = io.StringIO()
     table = csv.DictWriter(out, [*columns, *gpu], lineterminator="\n")
     table.writeheader()
@@ -103,8 +102,6 @@ def _state(rounds: Sequence[Round]) -> str:
 def _figures(row: CaseFigures) -> _Cells:
     return {
         **{name: getattr(row, name) for name in _FIGURES},
-        **{f"{part}_s": row.parts_s.get(part) for part in PARTS},
-        "parts_rank": row.parts.rank,
         "cores_by_rank": _by_rank(row.usage.cores),
         **{f"{name}_by_rank": _by_rank(values) for name, values in row.usage.gpu.items()},
     }
