@@ -15,7 +15,6 @@ from typing import Any, Literal
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.software import differences
 from bench.metrics import format_time, geometric_mean, table
-from bench.report.compare_learning import Learning, compare_learning, learning_table
 from bench.report.figures import all_figures, failed_cases, not_measured
 
 LEAST_CHANGE = 0.05  # smaller changes are never reported
@@ -50,7 +49,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Differences:
-    """All changes, and what trainings by epochs learned.
+    """All changes.
 
     `systems` has the geometric mean of each system over its cases. It shows smaller changes than a single
     case can. `same_machine` is False if figures should not be compared, because the machine or a cluster of
@@ -61,7 +60,6 @@ class Differences:
 
     changes: tuple[Change, ...]
     same_machine: bool
-    learning: tuple[Learning, ...] = ()
     software: tuple[str, ...] = ()
     between_rounds: float = BETWEEN_ROUNDS
     single_rounds: int = 0
@@ -69,9 +67,8 @@ class Differences:
 
     @property
     def regressed(self) -> bool:
-        """Whether a case or a system is slower beyond noise, a case fails, or a training learned less."""
-        worse = any(each.verdict in ("slower", "failed") for each in (*self.changes, *self.systems))
-        return worse or any(each.verdict == "worse" for each in self.learning)
+        """Whether a case or a system is slower beyond noise, or a case fails."""
+        return any(each.verdict in ("slower", "failed") for each in (*self.changes, *self.systems))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -97,8 +94,6 @@ class Differences:
             lines.append(f"Other software: {'; '.join(self.software)}")
         lines.append(table(["case", "before", "after", "ratio", "noise allows", "verdict"], rows))
         lines += [f"{each.key}: {each.why}" for each in self.changes if each.why]
-        if self.learning:
-            lines.append(learning_table(self.learning))
         if self.single_rounds:
             lines.append(
                 f"one round before or after: {self.single_rounds} cases; their noise is that between rounds, "
@@ -114,9 +109,7 @@ class Differences:
         if ratios:
             lines.append(f"geometric mean of the ratios: {geometric_mean(ratios):.3f}, {len(ratios)} cases")
         counts = {verdict: sum(each.verdict == verdict for each in self.changes) for verdict in _ORDER}
-        said = [f"{count} {verdict}" for verdict, count in counts.items() if count]
-        learned = sum(each.verdict == "worse" for each in self.learning)
-        lines.append(", ".join([*said, *([f"{learned} learned less"] if learned else [])]))
+        lines.append(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
         return "\n".join(lines)
 
 
@@ -150,11 +143,9 @@ def compare(before: EvaluationOutcome, after: EvaluationOutcome) -> Differences:
     same = (machines[0].cpu, machines[0].cores) == (machines[1].cpu, machines[1].cores)
     names = [{each.name: each.description for each in of.setting.clusters} for of in (before, after)]
     alike = all(names[0][name] == names[1][name] for name in names[0].keys() & names[1].keys())
-    learning = compare_learning(before, after)
     return Differences(
         tuple(changes),
         same and alike,
-        learning,
         _other_software(before, after),
         between,
         single,

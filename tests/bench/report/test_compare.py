@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -95,25 +94,6 @@ def test_a_failed_case_is_a_regression_but_a_new_or_missing_one_is_not() -> None
     new = compare(outcome(one), both)
     assert not new.regressed
     assert new.to_json()["changes"][1]["verdict"] == "new"
-
-
-@pytest.mark.parametrize(
-    ("loss", "accuracy", "verdict"),
-    [
-        # 360 images, 96 % of them right on average: two standard errors of the difference are 2.9 %.
-        *[(0.063, 0.981, "the same"), (0.07, 0.96, "the same"), (0.07, 0.94, "worse"), (2.3, 0.981, "worse")],
-        *[(math.nan, 0.981, "worse"), (0.03, 0.981, "better")],
-    ],
-)
-def test_loss_and_accuracy_are_compared(loss: float, accuracy: float, verdict: str) -> None:
-    def trained(loss: float, accuracy: float) -> EvaluationOutcome:
-        of = case("hvpipe-step", task=replace(TASK, workload="digits", epochs=2))
-        return outcome(finished(of, *QUIET, loss=[1.0, loss], accuracy=[0.1, accuracy]))
-
-    found = compare(trained(0.063, 0.981), trained(loss, accuracy))
-    assert [each.verdict for each in found.learning] == [verdict]
-    assert found.regressed == (verdict == "worse")
-    assert ("1 learned less" in found.to_text()) == (verdict == "worse")
 
 
 def test_different_software_is_named() -> None:
