@@ -139,7 +139,7 @@ def _outcome(path: Path, lines: list[bytes]) -> EvaluationOutcome:
         return EvaluationOutcome(
             setting_from_dict(of["setting"][0]),
             tuple(Round.from_dict(each) for each in of.get("round", [])),
-            tuple(LinkFacts(**each) for each in of.get("link", [])),
+            tuple(LinkFacts.from_dict(each) for each in of.get("link", [])),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise JournalError(f"{path} should be a journal of an evaluation. Received: {error!r}") from error

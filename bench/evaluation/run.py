@@ -22,7 +22,7 @@ from bench.hosts import links
 from bench.hosts.hardware import describe_hardware
 from bench.hosts.real_hosts import Hosts
 from bench.metrics import format_time, median
-from bench.rounds.record import NOT_UP, Case, Round, last_words
+from bench.rounds.record import NOT_UP, Case, Round
 from bench.rounds.timed_steps import counted
 
 RunRound = Callable[[Case, int, "Hosts | None", float], Round]
@@ -167,11 +167,7 @@ class Evaluation:
         if known or hosts is None or len(hosts.spec.hosts) < 2:
             return
         progress.working_on(f"{cluster}: links")
-        try:
-            journal.add_links(links.measure(hosts, cluster))
-        except Exception as error:  # the systems can be measured without it
-            progress.say(f"{cluster}: links not measured, {error!r}")
-            journal.add_links(links.not_measured(hosts, cluster, last_words(str(error))))
+        journal.add_links(links.measure(hosts, cluster))
 
 
 def _done(outcome: EvaluationOutcome, number: int, case: Case) -> bool:

@@ -211,8 +211,7 @@ def _rate(outcome: EvaluationOutcome, cluster: ClusterFacts) -> tuple[float | No
     if cluster.slowest_bits_per_s is not None:
         return cluster.slowest_bits_per_s, "set"
     links = [each for each in outcome.links if each.cluster == cluster.name]
-    rates = [each.two_way_bits_per_s or each.bits_per_s for each in links]
-    known = [rate for rate in rates if rate is not None]
+    known = [each.two_way_bits_per_s for each in links if each.two_way_bits_per_s is not None]
     # A link that was not measured may be the slowest.
     return (min(known), "measured") if links and len(known) == len(links) else (None, "")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.metrics import format_time, median
+from bench.metrics import median
 from bench.report.figures import (
     ALONE,
     CaseFigures,
@@ -152,18 +152,13 @@ def links(outcome: EvaluationOutcome) -> str:
             each.cluster,
             f"{each.first} to {each.second}",
             _rate(each.set_bits_per_s) or "no limit",
-            _rate(each.two_way_bits_per_s) + ("" if each.keeps_its_limit else ", NOT AS SET"),
-            "" if each.latency_s is None else format_time(each.latency_s),
-            _rate(each.bits_per_s) or each.why,
+            (_rate(each.two_way_bits_per_s) or each.why) + ("" if each.keeps_its_limit else ", NOT AS SET"),
         ]
         for each in outcome.links
     ]
     tools = ", ".join(dict.fromkeys(each.tool for each in outcome.links if each.tool))
-    words = (
-        f"Two-way is the rate of each direction with both busy{f' ({tools})' if tools else ''}. Latency "
-        "and bandwidth are fitted to a ping-pong of MPI messages from 1 B to 8 MB."
-    )
-    header = ["cluster", "between", "set", "two-way", "latency", "bandwidth"]
+    words = f"Two-way is the rate of each direction with both busy{f' ({tools})' if tools else ''}."
+    header = ["cluster", "between", "set", "two-way"]
     return element("p", words) + table(header, rows)
 
 

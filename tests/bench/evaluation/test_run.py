@@ -351,20 +351,20 @@ def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
 
     tried: list[str] = []
 
-    def fail(hosts: object, cluster: str) -> list[links.LinkFacts]:
-        tried.append(cluster)
-        raise subprocess.TimeoutExpired(["mpirun"], 180.0)
+    def fail(hosts: object, first: str, second: str, *, seconds: float) -> None:
+        tried.append(second)
+        raise subprocess.TimeoutExpired(["iperf3"], 180.0)
 
     monkeypatch.setattr(HostSelection, "bring_up", up)
-    monkeypatch.setattr(links, "measure", fail)
+    monkeypatch.setattr(links, "measure_two_way", fail)
     groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
     for _ in range(2):
         evaluated = Evaluation(Suite("mine", "Mine", groups), HostSelection(), Systems(), {})
         outcome = evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
-    assert tried == ["2x1gbit"]
+    assert tried == ["h1"]
     (link,) = outcome.links
-    assert (link.second, link.set_bits_per_s, link.bits_per_s) == ("h1", 1e9, None)
-    assert link.why == "Command '['mpirun']' timed out after 180.0 seconds"
+    assert (link.second, link.set_bits_per_s, link.two_way_bits_per_s) == ("h1", 1e9, None)
+    assert link.why == "Command '['iperf3']' timed out after 180.0 seconds"
     assert Journal.kept_in(tmp_path) == outcome
 
 

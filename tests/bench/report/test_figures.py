@@ -73,15 +73,12 @@ def test_efficiency_and_the_bound() -> None:
 
 def test_links_without_a_set_rate_bound_at_the_measured_rate() -> None:
     cluster = replace(CLUSTER, hosts=3, slowest_bits_per_s=None)
-    fast, slow = (
-        LinkFacts("2x1gbit", "a", "b", None, 1e-4, 4e9, 2e9),
-        LinkFacts("2x1gbit", "a", "c", None, 1e-4, 5e8),  # no two-way stream was measured
-    )
+    fast, slow = (LinkFacts("2x1gbit", "a", end, None, rate) for end, rate in (("b", 2e9), ("c", 5e8)))
     rounds = (finished(case("single"), 0.6), finished(case("hvpipe-step"), 4.0))
     found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=(fast, slow))))
     # 2 (3 - 1) / 3 x 95.2 MB at 500 Mb/s.
     assert (found.bound_s, found.links_rate) == (pytest.approx(4 / 3 * 95.2e6 * 8 / 5e8), "measured")
-    unknown = replace(slow, bits_per_s=None)
+    unknown = replace(slow, two_way_bits_per_s=None)
     for links in ((), (fast, unknown)):
         found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=links)))
         assert (found.bound_s, found.over_bound, found.links_rate) == (None, None, "")
