@@ -73,7 +73,7 @@ class EvaluationOutcome:
             if data["format"] != FORMAT:
                 raise OutcomeError(f"Results should be of format {FORMAT}. Received: {data['format']!r}")
             return EvaluationOutcome(
-                setting_from_dict(data["setting"]),
+                _setting_from_dict(data["setting"]),
                 tuple(Round.from_dict(each) for each in data["rounds"]),
                 tuple(LinkFacts.from_dict(each) for each in data["links"]),
             )
@@ -96,7 +96,7 @@ class EvaluationOutcome:
             raise OutcomeError(f"{file}: {error}") from error
 
 
-def setting_from_dict(data: dict[str, Any]) -> Setting:
+def _setting_from_dict(data: dict[str, Any]) -> Setting:
     """Read what asdict returned for a Setting, perhaps through JSON."""
     rest = {k: v for k, v in data.items() if k not in ("machine", "clusters", "notes")}
     clusters = tuple(ClusterFacts(**each) for each in data["clusters"])
