@@ -21,7 +21,6 @@ LEAST_CHANGE = 0.05  # smaller changes are never reported
 BETWEEN_ROUNDS = (
     0.05  # a round's standard deviation, if too few cases show it; 10 cases of the suite `full`: 0.055
 )
-_LEAST_CASES = 3  # of a system, for a verdict on their mean
 _LEAST_REPEATED = 4  # cases with several rounds that show the deviation
 _FALSE_ALARMS = 0.05  # the chance that any case of two equal evaluations is called slower or faster
 
@@ -51,8 +50,7 @@ class Change:
 class Differences:
     """All changes.
 
-    `systems` has the geometric mean of each system over its cases. It shows smaller changes than a single
-    case can. `same_machine` is False if figures should not be compared, because the machine or a cluster of
+    `same_machine` is False if figures should not be compared, because the machine or a cluster of
     the same name is another. `software` names differences, as "keras 3.14 (now 3.15)". `between_rounds` is
     the standard deviation of a round's step. `single_rounds` is the number of changes that rest on a single
     round.
@@ -63,12 +61,11 @@ class Differences:
     software: tuple[str, ...] = ()
     between_rounds: float = BETWEEN_ROUNDS
     single_rounds: int = 0
-    systems: tuple[Change, ...] = ()
 
     @property
     def regressed(self) -> bool:
-        """Whether a case or a system is slower beyond noise, or a case fails."""
-        return any(each.verdict in ("slower", "failed") for each in (*self.changes, *self.systems))
+        """Whether a case is slower beyond noise, or fails."""
+        return any(each.verdict in ("slower", "failed") for each in self.changes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -99,12 +96,6 @@ class Differences:
                 f"one round before or after: {self.single_rounds} cases; their noise is that between rounds, "
                 f"{self.between_rounds:.1%}"
             )
-        if self.systems:
-            means = [
-                [each.key, f"{each.ratio:.3f}", f"{each.allowed:.0%}", each.verdict, each.why]
-                for each in self.systems
-            ]
-            lines.append(table(["system", "mean ratio", "noise allows", "verdict", "of"], means))
         ratios = [each.ratio for each in self.changes if each.ratio is not None]
         if ratios:
             lines.append(f"geometric mean of the ratios: {geometric_mean(ratios):.3f}, {len(ratios)} cases")
@@ -122,7 +113,6 @@ class _Measured:
     step_s: float
     noise: float
     rounds: int
-    system: str
 
 
 def compare(before: EvaluationOutcome, after: EvaluationOutcome) -> Differences:
@@ -149,25 +139,7 @@ def compare(before: EvaluationOutcome, after: EvaluationOutcome) -> Differences:
         _other_software(before, after),
         between,
         single,
-        _system_changes(pairs, between),
     )
-
-
-def _system_changes(pairs: Sequence[tuple[_Measured, _Measured]], between: float) -> tuple[Change, ...]:
-    """Return the mean change of each system, which shows less than a single case's noise."""
-    by_system: dict[str, list[tuple[_Measured, _Measured]]] = {}
-    for old, new in pairs:
-        if old.task == new.task:
-            by_system.setdefault(old.system, []).append((old, new))
-    several = {system: of for system, of in by_system.items() if len(of) >= _LEAST_CASES}
-    errors = _errors(len(several))
-    found = []
-    for system, of in sorted(several.items()):
-        logs = [math.log(new.step_s / old.step_s) for old, new in of]
-        noise = math.sqrt(sum(_noise_of(each, between) ** 2 for pair in of for each in pair)) / len(of)
-        ratio, allowed = math.exp(statistics.fmean(logs)), max(LEAST_CHANGE, errors * noise)
-        found.append(Change(system, _verdict(ratio, allowed), None, None, ratio, allowed, f"{len(of)} cases"))
-    return tuple(found)
 
 
 def _noise_of(measured: _Measured, between: float) -> float:
@@ -183,7 +155,7 @@ def _verdict(ratio: float, allowed: float) -> Verdict:
 
 def _measured(outcome: EvaluationOutcome) -> Iterator[_Measured]:
     for row in all_figures(outcome):
-        yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds, row.case.system)
+        yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds)
 
 
 def _between_rounds(outcomes: Sequence[EvaluationOutcome]) -> float:
