@@ -130,7 +130,9 @@ def left_out(outcome: EvaluationOutcome) -> str:
 def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
     """Say how many of the planned rounds have figures; nothing if all do."""
     groups = outcome.setting.plan.get("groups", [])
-    planned = sum(1 if name in of["once"] else of["rounds"] for of in groups for name in of["systems"])
+    planned = sum(
+        1 if name in of.get("once", ()) else of["rounds"] for of in groups for name in of["systems"]
+    )
     measured = sum(each.ok for each in outcome.rounds)
     if measured >= planned:
         return []

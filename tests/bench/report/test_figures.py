@@ -279,7 +279,7 @@ def test_the_csv_shows_every_difference_between_cases() -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds)))))
     assert [(row["batch"], row["shares"], row["threads"]) for row in rows] == [
         ("8", "", "1"),
-        ("", "11+5", "2"),
+        ("8", "11+5", "2"),
     ]
     assert [row["key"] for row in rows] == [each.case.key for each in rounds]
     assert len({tuple(row.values()) for row in rows}) == 2
