@@ -48,10 +48,13 @@ def read_suite(name: str, all_systems: Sequence[str]) -> Suite:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SuiteError(f"{path} should be TOML. Received: {error}") from error
-    _require_keys(path, data, {"title", "group"})
+    _require_keys(path, data, {"title", "defaults", "group"})
     title = data.get("title", path.stem)
     _require(path, isinstance(title, str), "the title should be a text", title)
-    groups = [group for table in _tables(path, data) for group in _groups(path, table, all_systems)]
+    defaults = data.get("defaults", {})
+    _require(path, isinstance(defaults, dict), "[defaults] should be a table", defaults)
+    tables = [{**defaults, **table} for table in _tables(path, data)]
+    groups = [group for table in tables for group in _groups(path, table, all_systems)]
     # Groups begin with different systems, so that in groups of one round none is always first or last.
     groups = [replace(group, first=number) for number, group in enumerate(groups)]
     names = [each.name for each in groups]

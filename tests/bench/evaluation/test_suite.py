@@ -61,6 +61,12 @@ def test_full_covers_the_required_cases() -> None:
     assert suite_names() == ["accuracy", "curve", "full", "newest", "quick"]
 
 
+def test_groups_have_the_defaults_of_the_suite(tmp_path: Path) -> None:
+    text = '[defaults]\nbatch = 4\nrounds = 3\n[[group]]\nworkload = "vgg16"\nsystems = "all"\n'
+    mine, own = read_suite(written(tmp_path, text + GROUP), SYSTEMS).groups
+    assert [(each.task.batch, each.rounds) for each in (mine, own)] == [(4, 3), (8, 3)]
+
+
 def test_systems_take_turns_at_being_first(tmp_path: Path) -> None:
     (group,) = read_suite(written(tmp_path, GROUP + "rounds = 3"), ("a", "b", "c")).groups
     order = "".join(case.system for _, case in group.turns())
@@ -250,6 +256,8 @@ def test_shares_add_up_and_follow_the_cpu_time_of_hosts(batch: int, speeds: list
         ("", "Received: none"),
         ("[group", "should be TOML"),
         (GROUP + "colour = 1", "Received: colour"),
+        ("[defaults]\ncolour = 1\n" + GROUP, "Received: colour"),
+        ("defaults = 5\n" + GROUP, r"\[defaults\] should be a table. Received: 5"),
         (GROUP.replace("batch = 8\n", ""), "a group has workload, batch"),
         (GROUP.replace('clusters = ["2x1gbit"]', 'shares = "proportional"'), "name clusters. Received: none"),
         (GROUP.replace('"all"', '["tf-ps", "absent"]'), r"Received: \['absent'\]"),
