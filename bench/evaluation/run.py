@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import ClusterError
-from bench.evaluation.estimates import GROUP_S, round_s, suite_s
 from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import Journal, alone_in
 from bench.evaluation.outcome import EvaluationOutcome, Setting
@@ -22,7 +21,7 @@ from bench.hosts import links
 from bench.hosts.hardware import describe_hardware
 from bench.hosts.real_hosts import Hosts
 from bench.metrics import format_time, median
-from bench.rounds.record import NOT_UP, Case, Round
+from bench.rounds.record import NOT_UP, Case, Round, Task
 from bench.rounds.timed_steps import counted
 
 RunRound = Callable[[Case, int, "Hosts | None", float], Round]
@@ -64,12 +63,12 @@ class Evaluation:
         self._missing = missing
         self._software = software
 
-    def estimate_s(self) -> float:
-        """Return the rough duration of all of it, in seconds."""
-        return suite_s(self._suite)
+    def rounds(self) -> int:
+        """Return the number of rounds of all groups."""
+        return sum(len(group.turns()) for group in self._suite.groups)
 
     def plan(self) -> dict[str, Any]:
-        """Return JSON values: each group with its estimate, and why systems are skipped."""
+        """Return JSON values: each group, and why systems are skipped."""
         asked = {system for group in self._suite.groups for system in group.systems}
         groups = [
             {
@@ -77,7 +76,6 @@ class Evaluation:
                 "systems": list(group.systems),
                 "rounds": group.rounds,
                 "task": group.task.describe([group.rounds_of(system) for system in group.systems]),
-                "estimate_s": len(group.turns()) * round_s(group),
             }
             for group in self._suite.groups
         ]
@@ -86,7 +84,6 @@ class Evaluation:
             "notes": list(self._suite.notes),
             "groups": groups,
             "skipped": {system: why for system, why in self._missing.items() if system in asked},
-            "estimate_s": self.estimate_s(),
         }
 
     def describe(self) -> str:
@@ -94,9 +91,7 @@ class Evaluation:
         plan = self.plan()
         lines = [*([plan["note"]] if plan["note"] else []), *plan["notes"]]
         lines += [
-            f"{group['name']}: {len(group['systems'])} systems, {group['task']}, "
-            f"{group['estimate_s'] / 60:.1f} min"
-            for group in plan["groups"]
+            f"{group['name']}: {len(group['systems'])} systems, {group['task']}" for group in plan["groups"]
         ]
         return "\n".join([*lines, *(f"skipped: {why}" for why in plan["skipped"].values())])
 
@@ -115,7 +110,6 @@ class Evaluation:
             kept = journal.outcome
             for group in self._suite.groups:
                 self._run_group(group, journal, progress)
-                progress.leave_out(GROUP_S)
             if journal.outcome is kept:
                 progress.say(f"nothing left to run: {folder} has all rounds, begun {kept.setting.started}")
             return journal.outcome
@@ -128,7 +122,7 @@ class Evaluation:
                 journal.add_round(Round(case, 0, skipped=self._missing[case.system]))
             progress.say(f"{case.key}: skipped, {self._missing[case.system]}")
         left = [(number, case) for number, case in left if case.system not in self._missing]
-        progress.leave_out((len(group.turns()) - len(left)) * round_s(group))
+        progress.leave_out(len(group.turns()) - len(left))
         if not left:
             return
         try:
@@ -136,17 +130,18 @@ class Evaluation:
                 self._measure_links(group.cluster, hosts, journal, progress)
                 for number, case in left:
                     if _gave_up(journal.outcome, case):
-                        progress.leave_out(round_s(group))
+                        progress.leave_out(1)
                         continue
-                    with progress.part(f"{case.key}, round {number + 1} of {group.rounds}", round_s(group)):
-                        finished = self._round(case, number, hosts, 300 + 6 * round_s(group))
-                        journal.add_round(finished)
-                        progress.say(_line(finished))
+                    progress.working_on(f"{case.key}, round {number + 1} of {group.rounds}")
+                    finished = self._round(case, number, hosts, _limit_s(case.task))
+                    journal.add_round(finished)
+                    progress.done()
+                    progress.say(_line(finished))
         except ClusterError as error:
             for number, case in left:
                 if not _done(journal.outcome, number, case) and not _gave_up(journal.outcome, case):
                     journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
-                    progress.leave_out(round_s(group))
+                    progress.leave_out(1)
             progress.say(f"{group.name}: not run, {NOT_UP}{error}")
 
     def _round(self, case: Case, number: int, hosts: Hosts | None, timeout_s: float) -> Round:
@@ -168,6 +163,11 @@ class Evaluation:
             return
         progress.working_on(f"{cluster}: links")
         journal.add_links(links.measure(hosts, cluster))
+
+
+def _limit_s(task: Task) -> float:
+    """Return when a round that has not ended counts as a hang: long after any that trains."""
+    return 1800.0 + 10.0 * (task.warm_up + task.steps) + 300.0 * task.epochs
 
 
 def _done(outcome: EvaluationOutcome, number: int, case: Case) -> bool:

@@ -52,7 +52,7 @@ def run(
 ) -> tuple[EvaluationOutcome, str]:
     out = io.StringIO()
     evaluated = Evaluation(suite, HERE, systems, missing)
-    return evaluated.run(folder, EvaluationProgress(evaluated.estimate_s(), out)), out.getvalue()
+    return evaluated.run(folder, EvaluationProgress(evaluated.rounds(), out)), out.getvalue()
 
 
 ALL = [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
@@ -64,7 +64,7 @@ def test_every_round_is_run_and_kept(tmp_path: Path) -> None:
     assert systems.asked == ALL
     assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
     assert outcome.setting.notes == ("not root",)
-    assert "[  0%," in said
+    assert "[0 of 4 rounds] digits-64/8/loopback-2/weak/a, round 1 of 2\n" in said
     assert "digits-64/8/loopback-2/weak/a: step 2.5 s" in said
     assert EvaluationOutcome.from_json(outcome.to_json()) == outcome
 
@@ -79,15 +79,17 @@ def test_an_interrupted_run_resumes_without_losing_or_repeating_a_round(stop_at:
     assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
 
 
-def test_at_the_end_no_time_is_left(tmp_path: Path) -> None:
+def test_at_the_end_no_round_is_left(tmp_path: Path) -> None:
     part = Group(Task("digits", 8), "loopback", 2, ("c",))
     suite = replace(SUITE, groups=(*SUITE.groups, part))
-    for systems in (Systems(fails=("b",)), Systems()):
+    for systems, said in (
+        (Systems(fails=("b",)), "3 of 3 rounds, 0 s left"),
+        (Systems(), "0 of 0 rounds"),
+    ):
         evaluated = Evaluation(suite, HERE, systems, {"c": "absent"})
-        progress = EvaluationProgress(evaluated.estimate_s(), io.StringIO())
+        progress = EvaluationProgress(evaluated.rounds(), io.StringIO())
         evaluated.run(tmp_path, progress)
-        assert progress.share == pytest.approx(1.0)
-        assert progress.left_s == pytest.approx(0.0, abs=1e-6)
+        assert progress.describe() == said
 
 
 def test_a_cluster_is_not_brought_up_for_cases_that_failed_before(
@@ -116,7 +118,7 @@ def test_a_hang_is_recorded_with_what_it_printed(tmp_path: Path) -> None:
     def hang(case: Case, number: int, hosts: object, timeout_s: float) -> Round:
         raise subprocess.TimeoutExpired(["mpirun"], timeout_s, "", "waiting for rank 1")
 
-    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path, EvaluationProgress(4, io.StringIO()))
     assert [each.case.system for each in outcome.rounds] == ["a", "b"]
     for each in outcome.rounds:
         assert each.error.startswith("no end within ")
@@ -163,7 +165,7 @@ def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
     run(tmp_path, Systems(fails=("b",)))
     systems = Systems()
     evaluated = Evaluation(SUITE, HERE, systems, {})
-    outcome = evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()), retry_failed=True)
+    outcome = evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()), retry_failed=True)
     assert systems.asked == [("b", 0), ("b", 1)]
     assert [(each.case.system, each.number) for each in outcome.rounds if each.ok] == [
         *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
@@ -204,12 +206,12 @@ def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: st
     def of(software: dict[str, str]) -> Evaluation:
         return Evaluation(SUITE, HERE, Systems(), {"a": "absent", "b": "absent"}, software)
 
-    of(SOFTWARE).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    of(SOFTWARE).run(tmp_path, EvaluationProgress(4, io.StringIO()))
     of({**SOFTWARE, "horovod": "0.28.1"}).run(
-        tmp_path, EvaluationProgress(1.0, io.StringIO())
+        tmp_path, EvaluationProgress(4, io.StringIO())
     )  # installed since then
     with pytest.raises(JournalError, match=f"begun with other software.*Received: {received}"):
-        of({**SOFTWARE, **now}).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+        of({**SOFTWARE, **now}).run(tmp_path, EvaluationProgress(4, io.StringIO()))
 
 
 def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +234,10 @@ def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
             SUITE, HostSelection(hosts=RealHosts(hosts)), Systems(), {"a": "absent", "b": "absent"}
         )
 
-    on("a:1,b:1").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
-    on("a:1,b:1").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
+    on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
     with pytest.raises(JournalError, match=r"begun on other hosts \(hosts a:1, b:1\).*Received: hosts c:2"):
-        on("c:2").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+        on("c:2").run(tmp_path, EvaluationProgress(4, io.StringIO()))
 
 
 def test_a_folder_in_use_by_another_evaluation_is_refused(tmp_path: Path) -> None:
@@ -308,7 +310,7 @@ def test_scaling_is_measured_on_fewer_hosts_too(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(links, "measure", lambda hosts, cluster: [])
     evaluated = Evaluation(fitted, where, run_round, {})
-    evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()))
     assert slots == [2, 2, 3, 3, 4, 4, 4]
     for text in ("0", "4", "two", ""):
         says = f"from 1 to 3, the number of --hosts.*Received: --host-counts '{text}'"
@@ -334,7 +336,7 @@ def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
     groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
     for _ in range(2):
         evaluated = Evaluation(Suite("mine", "Mine", groups), HostSelection(), Systems(), {})
-        outcome = evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+        outcome = evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()))
     assert tried == ["h1"]
     (link,) = outcome.links
     assert (link.second, link.set_bits_per_s, link.two_way_bits_per_s) == ("h1", 1e9, None)
@@ -345,14 +347,11 @@ def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
 def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("bench.evaluation.progress.time.monotonic", lambda: now[0])
-    progress = EvaluationProgress(100.0, io.StringIO())
-    assert progress.left_s == 100.0
-    with progress.part("half", 50.0):
-        now[0] += 100.0
-    assert progress.share == 0.5
-    assert progress.left_s == pytest.approx(100.0)  # 50 more, at half the expected speed
-    progress.leave_out(25.0)
-    assert progress.left_s == pytest.approx(50.0)
+    progress = EvaluationProgress(4, io.StringIO())
+    progress.leave_out(1)
+    now[0] += 100.0
+    progress.done()
+    assert progress.describe() == "1 of 3 rounds, 3 min left"
     assert [format_left(s) for s in (40, 130, 3700)] == ["40 s", "2 min", "1 h 1 min"]
 
 

@@ -1,4 +1,4 @@
-"""Suites: those that come with the benchmarks are valid and fit their budgets; errors are named."""
+"""Suites: those that come with the benchmarks are valid; errors are named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from bench.cluster.named_clusters import cluster_spec, cores_of_rank, named_cluster
 from bench.cluster.spec import ClusterSpec, HostSpec, read_spec
 from bench.errors import ClusterError
-from bench.evaluation.estimates import round_s, suite_s
 from bench.evaluation.read_suite import read_suite, suite_names
 from bench.evaluation.suite import Group, SuiteError, shares_by_speed
 from bench.rounds.record import Task
@@ -27,12 +26,6 @@ def written(tmp_path: Path, text: str) -> str:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     return str(path)
-
-
-@pytest.mark.parametrize(("name", "minutes"), [("quick", 10), ("newest", 10), ("full", 90)])
-def test_the_suites_fit_their_budgets(name: str, minutes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert suite_s(read_suite(name, SYSTEMS)) < 60 * minutes
 
 
 def test_full_covers_the_required_cases() -> None:
@@ -95,19 +88,6 @@ def test_groups_of_one_round_start_with_different_systems(tmp_path: Path) -> Non
         *("abc", "bca", "cab", "abc")
     ]
     assert [case.system for _, case in suite.only_systems("ac").groups[1].turns()] == ["c", "a"]
-
-
-def test_slower_links_and_more_ranks_than_cores_take_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    text = GROUP.replace('["2x1gbit"]', '["2xunlimited", "2x1gbit", "2x100mbit"]')
-    unlimited, fast, slow = map(round_s, read_suite(written(tmp_path, text), ("a",)).groups)
-    # 95 MB are 0.76 Gb: 0.76 s at 1 Gb/s and 7.6 s at 100 Mb/s, in each of 3 + 8 steps.
-    assert fast - unlimited == pytest.approx(11 * 0.76)
-    assert slow - unlimited == pytest.approx(11 * 7.6)
-    crowded = read_suite(written(tmp_path, GROUP.replace("2x1gbit", "4xunlimited")), ("a",)).groups[0]
-    assert round_s(crowded) == pytest.approx(2 * unlimited)
 
 
 def test_on_one_cluster_tasks_run_once_and_shares_for_other_cpus_are_left_out() -> None:
@@ -189,9 +169,6 @@ def test_a_cluster_may_be_a_file_beside_the_suite(tmp_path: Path, monkeypatch: p
     (group,) = read_suite(written(tmp_path, text), SYSTEMS).groups
     assert (group.name, group.ranks) == ("resnet50-64/8/mine.toml-2/weak", 2)
     assert group.spec == read_spec(tmp_path / "theirs" / "mine.toml")
-    # 95 MB at 100 Mb/s, in 11 steps. The time limit of a round follows from this estimate.
-    fast = read_suite(written(tmp_path, GROUP.replace("2x1gbit", "2xunlimited")), SYSTEMS).groups[0]
-    assert round_s(group) - round_s(fast) > 11 * 7.6
     monkeypatch.chdir(tmp_path)
     assert named_cluster("theirs/mine.toml", Path()) == ("mine.toml", group.spec)
     (tmp_path / "other").mkdir()
