@@ -24,7 +24,7 @@ from bench.evaluation.host_selection import HostSelection, one_cluster, select_h
 from bench.evaluation.journal import Journal, JournalError
 from bench.evaluation.one_group import add_task_arguments, suite_of
 from bench.evaluation.outcome import EvaluationOutcome, OutcomeError
-from bench.evaluation.progress import format_left, shown
+from bench.evaluation.progress import shown
 from bench.evaluation.read_suite import read_suite, suite_names
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
     _add_where(run)
     run.add_argument("--retry-failed", action="store_true", help="run again the cases that failed in DIR")
-    run.add_argument("--plan", action="store_true", help="print what would run and how long, and run nothing")
+    run.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
     run.add_argument("--json", action="store_true", help="print the figures, or the plan, as JSON")
     run.set_defaults(act=_run)
     step = commands.add_parser("step", help="measure the step of one task by several systems, in turn")
@@ -157,12 +157,12 @@ def _run(options: argparse.Namespace) -> int:
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
     outcome = _measured(evaluation, folder, retry_failed=options.retry_failed)
     status = _finish(outcome, folder, options.json)
-    if any(each.error for each in (*outcome.rounds, *outcome.pipelines)):
+    if any(each.error for each in outcome.rounds):
         print(
             "the same command does not run failed cases again, but with --retry-failed it does",
             file=sys.stderr,
         )
-    if not outcome.pipelines and _none_installed(outcome):
+    if _none_installed(outcome):
         raise UsageError("One of the suite's systems at least should be installed. Received: none")
     return status
 
@@ -215,7 +215,7 @@ def _one_group(
     if folder is not None:
         outcome = _measured(evaluation, folder, retry_failed=True)
     else:
-        with TemporaryDirectory(prefix="hvpipe-bench-") as kept, shown(evaluation.estimate_s()) as progress:
+        with TemporaryDirectory(prefix="hvpipe-bench-") as kept, shown(evaluation.rounds()) as progress:
             outcome = evaluation.run(Path(kept), progress)
     if _none_installed(outcome):
         raise UsageError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
@@ -238,9 +238,7 @@ def _selection(options: argparse.Namespace) -> HostSelection | None:
 def _evaluation(
     suite: Suite, selection: HostSelection, options: argparse.Namespace, systems: Mapping[str, System]
 ) -> Evaluation:
-    """Return the evaluation of a suite on these hosts, under the Python of the options. Say how long it
-    takes.
-    """
+    """Return the evaluation of a suite on these hosts, under the Python of the options."""
     from bench.rounds.round import run_round
 
     if options.threads is not None and options.threads < 1:
@@ -255,13 +253,13 @@ def _evaluation(
     }
     run: RunRound = partial(run_round, python=python, systems=systems)
     evaluation = Evaluation(suite, selection, run, missing, describe_software(python))
-    print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
+    print(f"{suite.title}, {evaluation.rounds()} rounds", file=sys.stderr)
     return evaluation
 
 
 def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> EvaluationOutcome:
     try:
-        with shown(evaluation.estimate_s()) as progress:
+        with shown(evaluation.rounds()) as progress:
             return evaluation.run(folder, progress, retry_failed=retry_failed)
     except (KeyboardInterrupt, SystemExit):
         print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
@@ -320,7 +318,7 @@ def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
 
 
 def _status(outcome: EvaluationOutcome) -> int:
-    failed = any(each.error for each in (*outcome.rounds, *outcome.pipelines))
+    failed = any(each.error for each in outcome.rounds)
     return 1 if failed or any(each.not_up for each in outcome.rounds) else 0
 
 

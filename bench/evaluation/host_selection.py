@@ -17,7 +17,6 @@ from bench.evaluation.suite import (
     ANYWHERE,
     LOOPBACK,
     Group,
-    PipelineRun,
     Suite,
     SuiteError,
 )
@@ -64,17 +63,15 @@ class HostSelection:
         if self.hosts is not None:
             fitted = self._on_hosts(suite, self.hosts)
         elif self.loopback:
-            fitted = replace(suite.on_one_cluster(LOOPBACK, self.loopback_ranks), pipelines=())
+            fitted = suite.on_one_cluster(LOOPBACK, self.loopback_ranks)
         elif self.cluster is not None:
             name, spec = self.cluster
             fitted = suite.on_one_cluster(name, spec.slots, spec)
         else:
             fitted = self._without_cpus(suite)
-            if any(each.cluster == ANYWHERE for each in (*fitted.groups, *fitted.pipelines)):
-                raise SuiteError(
-                    "Groups and pipelines without clusters need --hosts or --cluster. Received: neither"
-                )
-        if not fitted.groups and not fitted.pipelines:
+            if any(each.cluster == ANYWHERE for each in fitted.groups):
+                raise SuiteError("Groups without clusters need --hosts or --cluster. Received: neither")
+        if not fitted.groups:
             why = "; ".join((*([self.note] if self.note else []), *fitted.notes))
             raise SuiteError(f"At least one group should be able to run here. Received: none, {why}")
         return fitted
@@ -84,10 +81,10 @@ class HostSelection:
         names = [_of_count(count) for count in self.counts]
         if not names:
             return suite.on_one_cluster(ANYWHERE, hosts.spec.slots)
-        if all(each.cluster in names for each in (*suite.groups, *suite.pipelines)):
+        if all(each.cluster in names for each in suite.groups):
             return suite  # already fitted
         scaling = tuple(each for each in suite.groups if not (each.task.shares or each.task.epochs))
-        part = replace(suite, groups=scaling, pipelines=())
+        part = replace(suite, groups=scaling)
         fewer = [
             part.on_one_cluster(name, hosts.first(count).spec.slots)
             for name, count in zip(names[:-1], self.counts[:-1], strict=True)
@@ -106,14 +103,13 @@ class HostSelection:
         if not self.no_cpus:
             return suite
 
-        def fits(each: Group | PipelineRun) -> bool:
+        def fits(each: Group) -> bool:
             return each.spec is None or all(host.cpus is None for host in each.spec.hosts)
 
-        left_out = [each.name for each in (*suite.groups, *suite.pipelines) if not fits(each)]
+        left_out = [each.name for each in suite.groups if not fits(each)]
         return replace(
             suite,
             groups=tuple(filter(fits, suite.groups)),
-            pipelines=tuple(filter(fits, suite.pipelines)),
             notes=(*suite.notes, *(f"{name} is left out: {self.no_cpus}" for name in left_out)),
         )
 
@@ -127,7 +123,7 @@ class HostSelection:
         return ClusterFacts(cluster, spec.describe(), len(spec.hosts), spec.slowest_rate_bits_per_s)
 
     @contextmanager
-    def bring_up(self, where: Group | PipelineRun) -> Iterator[Hosts | None]:
+    def bring_up(self, where: Group) -> Iterator[Hosts | None]:
         """Yield the hosts, up inside the block. They are taken down in any case."""
         if (hosts := self._hosts_of(where.cluster)) is not None:
             yield hosts
@@ -156,7 +152,7 @@ def select_hosts(hosts: str | None) -> HostSelection:
     except ClusterError as error:
         return HostSelection(
             loopback=True,
-            note=f"on plain loopback, without limits; clusters and pipelines are left out: {error}",
+            note=f"on plain loopback, without limits; clusters are left out: {error}",
         )
 
 

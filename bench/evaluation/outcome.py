@@ -1,4 +1,4 @@
-"""The outcome of an evaluation: every round, link and pipeline, and the setting; results.json."""
+"""The outcome of an evaluation: every round and link, and the setting; results.json."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from bench.hosts.hardware import HostHardware
 from bench.hosts.links import LinkFacts
-from bench.pipeline.report import PipelineReport
-from bench.rounds.record import FORMAT, Round, means_not_up
+from bench.rounds.record import FORMAT, Round
 
 
 class OutcomeError(ValueError):
@@ -49,27 +48,12 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class PipelineOutcome:
-    """A pipeline run of the suite: its report, or the error."""
-
-    name: str
-    report: PipelineReport | None = None
-    error: str = ""
-
-    @property
-    def not_up(self) -> bool:
-        """Whether only the hosts were missing. They may be up the next time."""
-        return means_not_up(self.error)
-
-
-@dataclass(frozen=True)
 class EvaluationOutcome:
     """Everything that an evaluation kept, in the order in which it came."""
 
     setting: Setting
     rounds: tuple[Round, ...] = ()
     links: tuple[LinkFacts, ...] = ()
-    pipelines: tuple[PipelineOutcome, ...] = ()
 
     def to_json(self) -> str:
         """Return everything as text for from_json."""
@@ -78,7 +62,6 @@ class EvaluationOutcome:
             "setting": asdict(self.setting),
             "rounds": [each.to_dict() for each in self.rounds],
             "links": [asdict(each) for each in self.links],
-            "pipelines": [asdict(each) for each in self.pipelines],
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -90,10 +73,9 @@ class EvaluationOutcome:
             if data["format"] != FORMAT:
                 raise OutcomeError(f"Results should be of format {FORMAT}. Received: {data['format']!r}")
             return EvaluationOutcome(
-                setting_from_dict(data["setting"]),
+                _setting_from_dict(data["setting"]),
                 tuple(Round.from_dict(each) for each in data["rounds"]),
-                tuple(LinkFacts(**each) for each in data["links"]),
-                tuple(pipeline_from_dict(each) for each in data["pipelines"]),
+                tuple(LinkFacts.from_dict(each) for each in data["links"]),
             )
         except OutcomeError:
             raise
@@ -114,16 +96,10 @@ class EvaluationOutcome:
             raise OutcomeError(f"{file}: {error}") from error
 
 
-def setting_from_dict(data: dict[str, Any]) -> Setting:
+def _setting_from_dict(data: dict[str, Any]) -> Setting:
     """Read what asdict returned for a Setting, perhaps through JSON."""
     rest = {k: v for k, v in data.items() if k not in ("machine", "clusters", "notes")}
     clusters = tuple(ClusterFacts(**each) for each in data["clusters"])
     return Setting(
         machine=HostHardware(**data["machine"]), clusters=clusters, notes=tuple(data["notes"]), **rest
     )
-
-
-def pipeline_from_dict(data: dict[str, Any]) -> PipelineOutcome:
-    """Read what asdict returned for a PipelineOutcome, perhaps through JSON."""
-    report = None if data["report"] is None else PipelineReport.from_dict(data["report"])
-    return PipelineOutcome(data["name"], report, data["error"])

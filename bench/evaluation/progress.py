@@ -10,48 +10,33 @@ from typing import TextIO
 
 
 class EvaluationProgress:
-    """Prints lines of progress. It counts estimated seconds and corrects the time left by their errors."""
+    """Prints lines of progress, with the time left by the mean of the rounds so far."""
 
-    def __init__(self, total_s: float, out: TextIO | None = None) -> None:
-        self._total_s = total_s
-        self._done_s = 0.0  # by the estimates
-        self._taken_s = 0.0  # by the clock
+    def __init__(self, rounds: int, out: TextIO | None = None) -> None:
+        self._rounds = rounds
+        self._done = 0
+        self._began_s = time.monotonic()
         self._out = out if out is not None else sys.stderr
 
-    @property
-    def share(self) -> float:
-        """The share that is done, 0 to 1."""
-        left_s = self._total_s - self._done_s
-        return self._done_s / self._total_s if left_s > 1e-6 else 1.0
+    def describe(self) -> str:
+        """Say how many rounds are done, and after the first one how long the others will take."""
+        said = f"{self._done} of {self._rounds} rounds"
+        if not self._done:
+            return said
+        mean_s = (time.monotonic() - self._began_s) / self._done
+        return f"{said}, {format_left(mean_s * (self._rounds - self._done))} left"
 
-    @property
-    def left_s(self) -> float:
-        """The time left by the estimates, corrected once a twentieth is done."""
-        begun = self._done_s > max(0.0, 0.05 * self._total_s)
-        factor = self._taken_s / self._done_s if begun else 1.0
-        return max(0.0, self._total_s - self._done_s) * factor
+    def done(self) -> None:
+        """Count a round as done."""
+        self._done += 1
 
-    @contextmanager
-    def part(self, what: str, estimated_s: float) -> Iterator[None]:
-        """Count the block as done when it ends. A block that raises does not count."""
-        begin = time.monotonic()
-        self.working_on(what)
-        yield
-        self._done_s += estimated_s
-        self._taken_s += time.monotonic() - begin
-        self.moved()
-
-    def leave_out(self, estimated_s: float) -> None:
-        """Take a part out that need not run."""
-        self._total_s -= estimated_s
-        self.moved()
+    def leave_out(self, rounds: int) -> None:
+        """Take rounds out that need not run."""
+        self._rounds -= rounds
 
     def working_on(self, what: str) -> None:
         """Show what is being done."""
-        self.say(f"[{self.share:4.0%}, {format_left(self.left_s)} left] {what}")
-
-    def moved(self) -> None:
-        """Show that a part is done."""
+        self.say(f"[{self.describe()}] {what}")
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -61,18 +46,15 @@ class EvaluationProgress:
 class BarProgress(EvaluationProgress):
     """Shows the same as a bar at the bottom of the terminal."""
 
-    def __init__(self, total_s: float) -> None:
-        super().__init__(total_s)
+    def __init__(self, rounds: int) -> None:
+        super().__init__(rounds)
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        columns = (
-            BarColumn(),
-            TextColumn("{task.percentage:3.0f} %  {task.fields[left]}  {task.description}"),
-        )
+        columns = (BarColumn(), TextColumn("{task.description}"))
         self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=1.0, left="")
+        self._task = self._bar.add_task("")
 
     def __enter__(self) -> BarProgress:
         self._bar.start()
@@ -82,18 +64,15 @@ class BarProgress(EvaluationProgress):
         self._bar.stop()
 
     def working_on(self, what: str) -> None:
-        self._bar.update(self._task, description=what)
-        self.moved()
-
-    def moved(self) -> None:
-        self._bar.update(self._task, completed=self.share, left=f"{format_left(self.left_s)} left")
+        said = f"{self.describe()}  {what}"
+        self._bar.update(self._task, completed=self._done, total=self._rounds, description=said)
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
 
 
 @contextmanager
-def shown(total_s: float) -> Iterator[EvaluationProgress]:
+def shown(rounds: int) -> Iterator[EvaluationProgress]:
     """Yield a bar if standard error is a terminal and rich is installed, else plain lines."""
     try:
         import rich  # noqa: F401
@@ -102,9 +81,9 @@ def shown(total_s: float) -> Iterator[EvaluationProgress]:
     else:
         drawable = sys.stderr.isatty()
     if not drawable:
-        yield EvaluationProgress(total_s)
+        yield EvaluationProgress(rounds)
         return
-    with BarProgress(total_s) as progress:
+    with BarProgress(rounds) as progress:
         yield progress
 
 

@@ -13,14 +13,12 @@ from bench.cluster.spec import ClusterSpec
 from bench.evaluation.suite import (
     ANYWHERE,
     Group,
-    PipelineRun,
     Suite,
     SuiteError,
     batch_of_rank,
     require_ranks,
     shares_by_speed,
 )
-from bench.pipeline.models import MODELS
 from bench.rounds.record import AUTO_THREADS, Task
 from bench.training.workloads import check
 
@@ -32,8 +30,6 @@ else:
 FOLDER = Path(__file__).parents[1] / "suites"
 _TASK_KEYS = {"workload", "batch", "pixels", "threads", "warm_up", "steps", "seed", "epochs"}
 _GROUP_KEYS = _TASK_KEYS | {"clusters", "systems", "rounds", "once", "scaling", "shares"}
-_PIPELINE_COUNTS = {"pixels", "batch", "seeds", "rounds", "steps"}
-_PIPELINE_KEYS = _PIPELINE_COUNTS | {"cluster", "model", "microbatches", "methods"}
 
 
 def suite_names() -> list[str]:
@@ -52,26 +48,28 @@ def read_suite(name: str, all_systems: Sequence[str]) -> Suite:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SuiteError(f"{path} should be TOML. Received: {error}") from error
-    _require_keys(path, data, {"title", "group", "pipeline"})
+    _require_keys(path, data, {"title", "defaults", "group"})
     title = data.get("title", path.stem)
     _require(path, isinstance(title, str), "the title should be a text", title)
-    groups = [group for table in _tables(path, data, "group") for group in _groups(path, table, all_systems)]
+    defaults = data.get("defaults", {})
+    _require(path, isinstance(defaults, dict), "[defaults] should be a table", defaults)
+    tables = [{**defaults, **table} for table in _tables(path, data)]
+    groups = [group for table in tables for group in _groups(path, table, all_systems)]
     # Groups begin with different systems, so that in groups of one round none is always first or last.
     groups = [replace(group, first=number) for number, group in enumerate(groups)]
-    pipelines = [_pipeline(path, table) for table in _tables(path, data, "pipeline")]
-    names = [each.name for each in (*groups, *pipelines)]
+    names = [each.name for each in groups]
     if not names or len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise SuiteError(f"{path} should hold groups, each once. Received: {twice or 'none'}")
     specs: dict[str, ClusterSpec | None] = {}
-    for each in (*groups, *pipelines):
+    for each in groups:
         _require(
             path,
             specs.setdefault(each.cluster, each.spec) == each.spec,
             "clusters of one suite should have different file names",
             each.cluster,
         )
-    return Suite(path.stem, title, tuple(groups), tuple(pipelines))
+    return Suite(path.stem, title, tuple(groups))
 
 
 def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> list[Group]:
@@ -139,28 +137,10 @@ def _task(path: Path, table: dict[str, Any], spec: ClusterSpec | None) -> Task:
     return task
 
 
-def _pipeline(path: Path, table: dict[str, Any]) -> PipelineRun:
-    _require_keys(path, table, _PIPELINE_KEYS)
-    model, methods = table.get("model"), table.get("methods", "")
-    _require(path, model in MODELS, f"a pipeline's model should be one of {', '.join(MODELS)}", model)
-    _require(path, isinstance(methods, str), "methods should be a text, as in 'greedy,random'", methods)
-    cluster = table.get("cluster", ANYWHERE)
-    _require(path, isinstance(cluster, str), "a pipeline's cluster should be a name", cluster)
-    counts = {key: value for key, value in table.items() if key in _PIPELINE_COUNTS}
-    if table.get("microbatches", "auto") != "auto":
-        counts["microbatches"] = table["microbatches"]
-    for key, value in counts.items():
-        _require(path, _is_count(value), f"{key} should be a whole number of at least 1", value)
-    if "cluster" not in table:
-        return PipelineRun(**table, cluster=cluster)
-    name, spec = named_cluster(cluster, path.parent)
-    return PipelineRun(**{**table, "cluster": name}, spec=spec)
-
-
-def _tables(path: Path, data: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    tables = data.get(key, [])
+def _tables(path: Path, data: dict[str, Any]) -> list[dict[str, Any]]:
+    tables = data.get("group", [])
     are_tables = isinstance(tables, list) and all(isinstance(each, dict) for each in tables)
-    _require(path, are_tables, f"[[{key}]] should be tables", tables)
+    _require(path, are_tables, "[[group]] should be tables", tables)
     return list(tables)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -13,21 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import ClusterError
-from bench.evaluation.estimates import GROUP_S, pipeline_s, round_s, suite_s
 from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import Journal, alone_in
-from bench.evaluation.outcome import EvaluationOutcome, PipelineOutcome, Setting
+from bench.evaluation.outcome import EvaluationOutcome, Setting
 from bench.evaluation.progress import EvaluationProgress
-from bench.evaluation.suite import Group, PipelineRun, Suite
+from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.hardware import describe_hardware
-from bench.hosts.process_placement import ROOT
-from bench.hosts.real_hosts import Hosts, RealHosts
-from bench.launch.processes import plain
-from bench.launch.ranks import run_ranks
+from bench.hosts.real_hosts import Hosts
 from bench.metrics import format_time, median
-from bench.pipeline.report import PipelineReport
-from bench.rounds.record import NOT_UP, Case, Round, last_words
+from bench.rounds.record import NOT_UP, Case, Round, Task
 from bench.rounds.timed_steps import counted
 
 RunRound = Callable[[Case, int, "Hosts | None", float], Round]
@@ -39,7 +33,6 @@ _OUTPUT_END = 4000
 def setting_of(suite: Suite, selection: HostSelection, software: Mapping[str, str] | None = None) -> Setting:
     """Return what is kept about a run before it begins. `suite` fits the selection."""
     clusters = {each.cluster: each.spec for each in suite.groups}
-    clusters |= {each.cluster: each.spec for each in suite.pipelines}
     return Setting(
         suite.name,
         suite.title,
@@ -70,12 +63,12 @@ class Evaluation:
         self._missing = missing
         self._software = software
 
-    def estimate_s(self) -> float:
-        """Return the rough duration of all of it, in seconds."""
-        return suite_s(self._suite)
+    def rounds(self) -> int:
+        """Return the number of rounds of all groups."""
+        return sum(len(group.turns()) for group in self._suite.groups)
 
     def plan(self) -> dict[str, Any]:
-        """Return JSON values: each group and pipeline with its estimate, and why systems are skipped."""
+        """Return JSON values: each group, and why systems are skipped."""
         asked = {system for group in self._suite.groups for system in group.systems}
         groups = [
             {
@@ -83,7 +76,6 @@ class Evaluation:
                 "systems": list(group.systems),
                 "rounds": group.rounds,
                 "task": group.task.describe([group.rounds_of(system) for system in group.systems]),
-                "estimate_s": len(group.turns()) * round_s(group),
             }
             for group in self._suite.groups
         ]
@@ -91,21 +83,16 @@ class Evaluation:
             "note": self._selection.note,
             "notes": list(self._suite.notes),
             "groups": groups,
-            "pipelines": [{"name": run.name, "estimate_s": pipeline_s(run)} for run in self._suite.pipelines],
             "skipped": {system: why for system, why in self._missing.items() if system in asked},
-            "estimate_s": self.estimate_s(),
         }
 
     def describe(self) -> str:
-        """Return the plan for people, a line for each group and pipeline."""
+        """Return the plan for people, a line for each group."""
         plan = self.plan()
         lines = [*([plan["note"]] if plan["note"] else []), *plan["notes"]]
         lines += [
-            f"{group['name']}: {len(group['systems'])} systems, {group['task']}, "
-            f"{group['estimate_s'] / 60:.1f} min"
-            for group in plan["groups"]
+            f"{group['name']}: {len(group['systems'])} systems, {group['task']}" for group in plan["groups"]
         ]
-        lines += [f"{run['name']}: {run['estimate_s'] / 60:.1f} min" for run in plan["pipelines"]]
         return "\n".join([*lines, *(f"skipped: {why}" for why in plan["skipped"].values())])
 
     def run(
@@ -123,10 +110,6 @@ class Evaluation:
             kept = journal.outcome
             for group in self._suite.groups:
                 self._run_group(group, journal, progress)
-                progress.leave_out(GROUP_S)
-            for run in self._suite.pipelines:
-                self._run_pipeline(run, journal, progress)
-                progress.leave_out(GROUP_S)
             if journal.outcome is kept:
                 progress.say(f"nothing left to run: {folder} has all rounds, begun {kept.setting.started}")
             return journal.outcome
@@ -139,7 +122,7 @@ class Evaluation:
                 journal.add_round(Round(case, 0, skipped=self._missing[case.system]))
             progress.say(f"{case.key}: skipped, {self._missing[case.system]}")
         left = [(number, case) for number, case in left if case.system not in self._missing]
-        progress.leave_out((len(group.turns()) - len(left)) * round_s(group))
+        progress.leave_out(len(group.turns()) - len(left))
         if not left:
             return
         try:
@@ -147,17 +130,18 @@ class Evaluation:
                 self._measure_links(group.cluster, hosts, journal, progress)
                 for number, case in left:
                     if _gave_up(journal.outcome, case):
-                        progress.leave_out(round_s(group))
+                        progress.leave_out(1)
                         continue
-                    with progress.part(f"{case.key}, round {number + 1} of {group.rounds}", round_s(group)):
-                        finished = self._round(case, number, hosts, 300 + 6 * round_s(group))
-                        journal.add_round(finished)
-                        progress.say(_line(finished))
+                    progress.working_on(f"{case.key}, round {number + 1} of {group.rounds}")
+                    finished = self._round(case, number, hosts, _limit_s(case.task))
+                    journal.add_round(finished)
+                    progress.done()
+                    progress.say(_line(finished))
         except ClusterError as error:
             for number, case in left:
                 if not _done(journal.outcome, number, case) and not _gave_up(journal.outcome, case):
                     journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
-                    progress.leave_out(round_s(group))
+                    progress.leave_out(1)
             progress.say(f"{group.name}: not run, {NOT_UP}{error}")
 
     def _round(self, case: Case, number: int, hosts: Hosts | None, timeout_s: float) -> Round:
@@ -178,46 +162,12 @@ class Evaluation:
         if known or hosts is None or len(hosts.spec.hosts) < 2:
             return
         progress.working_on(f"{cluster}: links")
-        try:
-            journal.add_links(links.measure(hosts, cluster))
-        except Exception as error:  # the systems can be measured without it
-            progress.say(f"{cluster}: links not measured, {error!r}")
-            journal.add_links(links.not_measured(hosts, cluster, last_words(str(error))))
-
-    def _run_pipeline(self, run: PipelineRun, journal: Journal, progress: EvaluationProgress) -> None:
-        if any(each.name == run.name for each in journal.outcome.pipelines):
-            progress.leave_out(pipeline_s(run))
-            return
-        with progress.part(run.name, pipeline_s(run)), tempfile.TemporaryDirectory() as directory:
-            output = Path(directory) / "output"
-            output.touch()
-            try:
-                where = NOT_UP
-                with self._selection.bring_up(run) as hosts:
-                    where = ""
-                    assert hosts is not None  # on plain loopback pipelines are left out
-                    report = _pipeline_report(run, hosts, output)
-                finished = PipelineOutcome(run.name, report)
-            except Exception as error:
-                said = plain(output.read_text(errors="replace"))[-_OUTPUT_END:]
-                finished = PipelineOutcome(run.name, error=f"{where}{error}\n{said}".rstrip())
-                progress.say(f"{run.name}: failed, {last_words(finished.error)}")
-            journal.add_pipeline(finished)
+        journal.add_links(links.measure(hosts, cluster))
 
 
-def _pipeline_report(run: PipelineRun, hosts: Hosts, output: Path) -> PipelineReport:
-    """Run a pipeline's ranks with their output in `output`. ClusterError if they fail or hang."""
-
-    def start(command: list[str]) -> list[str]:
-        # Other hosts get only the environment on the command line.
-        line = hosts.mpirun_command(hosts.spec.slots, ["env", f"PYTHONPATH={ROOT}", *command])
-        return ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(output), *line]
-
-    where, timeout_s = hosts.spec.describe(), 300 + 6 * pipeline_s(run)
-    # Rank 0 may be on another host, which shares the current folder.
-    shared = Path.cwd() if isinstance(hosts, RealHosts) else None
-    text = run_ranks("bench.pipeline", start, run.words(), where=where, timeout_s=timeout_s, folder=shared)
-    return PipelineReport.from_json(text)
+def _limit_s(task: Task) -> float:
+    """Return when a round that has not ended counts as a hang: long after any that trains."""
+    return 1800.0 + 10.0 * (task.warm_up + task.steps) + 300.0 * task.epochs
 
 
 def _done(outcome: EvaluationOutcome, number: int, case: Case) -> bool:

@@ -1,4 +1,4 @@
-"""Suites: what an evaluation runs, in groups of cases, and pipelines.
+"""Suites: what an evaluation runs, in groups of cases.
 
 A group is one task on one cluster, on which several systems take turns. A group that names no cluster runs on
 the hosts or the cluster that the command names.
@@ -7,7 +7,7 @@ the hosts or the cluster that the command names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from bench.cluster.spec import ClusterSpec
 from bench.rounds.record import Case, Task
@@ -15,7 +15,7 @@ from bench.systems import SYSTEMS
 from bench.training.workloads import trained_examples
 from hvpipe.forecast.data_parallel import whole_shares
 
-ANYWHERE = "hosts"  # the cluster of groups and pipelines that name none
+ANYWHERE = "hosts"  # the cluster of groups that name none
 LOOPBACK = "loopback"  # the cluster that is this machine alone
 _LEAST_STEPS = 4  # per epoch
 
@@ -74,39 +74,12 @@ class Group:
 
 
 @dataclass(frozen=True)
-class PipelineRun:
-    """A run of bench.pipeline on a cluster: placements of a model, measured and predicted."""
-
-    cluster: str
-    model: str
-    pixels: int = 64
-    batch: int = 32
-    microbatches: int | str = 8  # or "auto"
-    methods: str = "greedy,even,round_robin,random"
-    seeds: int = 1
-    rounds: int = 2
-    steps: int = 3
-    spec: ClusterSpec | None = None  # of a virtual cluster
-
-    @property
-    def name(self) -> str:
-        """Unique in a suite."""
-        return f"pipeline/{self.model}-{self.pixels}/{self.batch}/{self.cluster}"
-
-    def words(self) -> list[str]:
-        """Return the arguments of bench.pipeline."""
-        options = {key: value for key, value in asdict(self).items() if key not in ("cluster", "spec")}
-        return [word for key, value in options.items() for word in (f"--{key}", str(value))]
-
-
-@dataclass(frozen=True)
 class Suite:
     """What is run, in order. `notes` say what changed when it was moved to a cluster."""
 
     name: str
     title: str
     groups: tuple[Group, ...]
-    pipelines: tuple[PipelineRun, ...] = ()
     notes: tuple[str, ...] = ()
 
     def only_systems(self, names: Iterable[str]) -> Suite:
@@ -158,9 +131,7 @@ class Suite:
             more = {name for each in (known, moved) for name in each.systems if name not in each.once}
             once = tuple(name for name in systems if name not in more)
             groups[moved.name] = replace(known, systems=systems, rounds=rounds, once=once)
-        runs = (replace(run, cluster=cluster, spec=spec) for run in self.pipelines)
-        pipelines = tuple({run.name: run for run in runs}.values())
-        return replace(self, groups=tuple(groups.values()), pipelines=pipelines, notes=tuple(notes))
+        return replace(self, groups=tuple(groups.values()), notes=tuple(notes))
 
 
 def batch_of_rank(batch: int, ranks: int) -> int:

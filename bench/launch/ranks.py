@@ -28,21 +28,10 @@ def started_as_rank(result: Path | None) -> bool:
     return result is not None or discover().launcher != "none"
 
 
-def run_ranks(
-    module: str,
-    start: mpirun.Start,
-    words: list[str],
-    *,
-    where: str,
-    timeout_s: float,
-    folder: Path | None = None,
-) -> str:
-    """Start `python -m module words` with the command line from `start`. Return the text of rank 0's result.
-
-    The result comes back in `folder`. If rank 0 runs on another host, that host must share it.
-    """
+def run_ranks(module: str, start: mpirun.Start, words: list[str], *, where: str, timeout_s: float) -> str:
+    """Start `python -m module words` with the command line from `start`. Return what rank 0 wrote."""
     warn_if_busy()
-    with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=folder) as directory:
+    with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-") as directory:
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", module, *words, "--result", str(result), "--where", where]
         try:

@@ -15,17 +15,12 @@ from typing import Any, Literal
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.software import differences
 from bench.metrics import format_time, geometric_mean, table
-from bench.pipeline.report import MeasuredPlan
-from bench.report.compare_learning import Learning, compare_learning, learning_table
 from bench.report.figures import all_figures, failed_cases, not_measured
-from bench.rounds.record import last_words
-from bench.rounds.timed_steps import steps_noise
 
 LEAST_CHANGE = 0.05  # smaller changes are never reported
 BETWEEN_ROUNDS = (
     0.05  # a round's standard deviation, if too few cases show it; 10 cases of the suite `full`: 0.055
 )
-_LEAST_CASES = 3  # of a system, for a verdict on their mean
 _LEAST_REPEATED = 4  # cases with several rounds that show the deviation
 _FALSE_ALARMS = 0.05  # the chance that any case of two equal evaluations is called slower or faster
 
@@ -35,7 +30,7 @@ _ORDER: tuple[Verdict, ...] = ("slower", "failed", "not run", "another task", "f
 
 @dataclass(frozen=True)
 class Change:
-    """A case, or a placement of a pipeline, before and after. Ratios within `allowed` of 1 mean nothing.
+    """A case before and after. Ratios within `allowed` of 1 mean nothing.
 
     "another task" (other threads, steps or seed) has no ratio, because the two cannot be compared. "failed"
     means that it did not fail before. "not run" means that it was not asked for, was skipped or has not run
@@ -53,10 +48,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Differences:
-    """All changes, and what trainings by epochs learned.
+    """All changes.
 
-    `systems` has the geometric mean of each system over its cases. It shows smaller changes than a single
-    case can. `same_machine` is False if figures should not be compared, because the machine or a cluster of
+    `same_machine` is False if figures should not be compared, because the machine or a cluster of
     the same name is another. `software` names differences, as "keras 3.14 (now 3.15)". `between_rounds` is
     the standard deviation of a round's step. `single_rounds` is the number of changes that rest on a single
     round.
@@ -64,17 +58,14 @@ class Differences:
 
     changes: tuple[Change, ...]
     same_machine: bool
-    learning: tuple[Learning, ...] = ()
     software: tuple[str, ...] = ()
     between_rounds: float = BETWEEN_ROUNDS
     single_rounds: int = 0
-    systems: tuple[Change, ...] = ()
 
     @property
     def regressed(self) -> bool:
-        """Whether a case or a system is slower beyond noise, a case fails, or a training learned less."""
-        worse = any(each.verdict in ("slower", "failed") for each in (*self.changes, *self.systems))
-        return worse or any(each.verdict == "worse" for each in self.learning)
+        """Whether a case is slower beyond noise, or fails."""
+        return any(each.verdict in ("slower", "failed") for each in self.changes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -100,26 +91,16 @@ class Differences:
             lines.append(f"Other software: {'; '.join(self.software)}")
         lines.append(table(["case", "before", "after", "ratio", "noise allows", "verdict"], rows))
         lines += [f"{each.key}: {each.why}" for each in self.changes if each.why]
-        if self.learning:
-            lines.append(learning_table(self.learning))
         if self.single_rounds:
             lines.append(
                 f"one round before or after: {self.single_rounds} cases; their noise is that between rounds, "
                 f"{self.between_rounds:.1%}"
             )
-        if self.systems:
-            means = [
-                [each.key, f"{each.ratio:.3f}", f"{each.allowed:.0%}", each.verdict, each.why]
-                for each in self.systems
-            ]
-            lines.append(table(["system", "mean ratio", "noise allows", "verdict", "of"], means))
         ratios = [each.ratio for each in self.changes if each.ratio is not None]
         if ratios:
             lines.append(f"geometric mean of the ratios: {geometric_mean(ratios):.3f}, {len(ratios)} cases")
         counts = {verdict: sum(each.verdict == verdict for each in self.changes) for verdict in _ORDER}
-        said = [f"{count} {verdict}" for verdict, count in counts.items() if count]
-        learned = sum(each.verdict == "worse" for each in self.learning)
-        lines.append(", ".join([*said, *([f"{learned} learned less"] if learned else [])]))
+        lines.append(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
         return "\n".join(lines)
 
 
@@ -132,11 +113,10 @@ class _Measured:
     step_s: float
     noise: float
     rounds: int
-    system: str = ""  # of a case of systems
 
 
 def compare(before: EvaluationOutcome, after: EvaluationOutcome) -> Differences:
-    """Compare every case of either, and every placement of their pipelines."""
+    """Compare every case of either."""
     old, new = ({each.key: each for each in _measured(of)} for of in (before, after))
     between = _between_rounds((before, after))
     pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
@@ -153,33 +133,13 @@ def compare(before: EvaluationOutcome, after: EvaluationOutcome) -> Differences:
     same = (machines[0].cpu, machines[0].cores) == (machines[1].cpu, machines[1].cores)
     names = [{each.name: each.description for each in of.setting.clusters} for of in (before, after)]
     alike = all(names[0][name] == names[1][name] for name in names[0].keys() & names[1].keys())
-    learning = compare_learning(before, after)
     return Differences(
         tuple(changes),
         same and alike,
-        learning,
         _other_software(before, after),
         between,
         single,
-        _system_changes(pairs, between),
     )
-
-
-def _system_changes(pairs: Sequence[tuple[_Measured, _Measured]], between: float) -> tuple[Change, ...]:
-    """Return the mean change of each system, which shows less than a single case's noise."""
-    by_system: dict[str, list[tuple[_Measured, _Measured]]] = {}
-    for old, new in pairs:
-        if old.task == new.task and old.system:
-            by_system.setdefault(old.system, []).append((old, new))
-    several = {system: of for system, of in by_system.items() if len(of) >= _LEAST_CASES}
-    errors = _errors(len(several))
-    found = []
-    for system, of in sorted(several.items()):
-        logs = [math.log(new.step_s / old.step_s) for old, new in of]
-        noise = math.sqrt(sum(_noise_of(each, between) ** 2 for pair in of for each in pair)) / len(of)
-        ratio, allowed = math.exp(statistics.fmean(logs)), max(LEAST_CHANGE, errors * noise)
-        found.append(Change(system, _verdict(ratio, allowed), None, None, ratio, allowed, f"{len(of)} cases"))
-    return tuple(found)
 
 
 def _noise_of(measured: _Measured, between: float) -> float:
@@ -194,19 +154,8 @@ def _verdict(ratio: float, allowed: float) -> Verdict:
 
 
 def _measured(outcome: EvaluationOutcome) -> Iterator[_Measured]:
-    """Yield cases, then pipelines. Several placements of one method have their number in the name."""
     for row in all_figures(outcome):
-        yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds, row.case.system)
-    for run in outcome.pipelines:
-        if run.report is not None:
-            task = (run.report.workload, run.report.schedule, run.report.ranks, run.report.batch)
-            for case in run.report.cases:
-                # The report does not keep the number of rounds.
-                yield _Measured(f"{run.name}/{case.method}", task, case.seconds(), _noise(case), 1)
-
-
-def _noise(case: MeasuredPlan) -> float:
-    return steps_noise([max(case.step_s, key=statistics.median)])
+        yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds)
 
 
 def _between_rounds(outcomes: Sequence[EvaluationOutcome]) -> float:
@@ -231,18 +180,14 @@ def _errors(cases: int) -> float:
 
 
 def _failed(outcome: EvaluationOutcome) -> dict[str, str]:
-    """Return the reason by the key of a case or the name of a pipeline."""
+    """Return the reason by the key of a case."""
     why = not_measured(outcome)
-    runs = [each for each in outcome.pipelines if each.error and not each.not_up]
-    pipelines = {each.name: last_words(each.error) for each in runs}
-    return {**{key: why[key] for key in failed_cases(outcome)}, **pipelines}
+    return {key: why[key] for key in failed_cases(outcome)}
 
 
 def _not_there(key: str, old: _Measured, after: EvaluationOutcome) -> Change:
     """Return the change of a case that has no figures any more, or failed in one of its rounds."""
-    failed = _failed(after)
-    # A pipeline fails as a whole.
-    if why := failed.get(key) or failed.get(key.rsplit("/", 1)[0]):
+    if why := _failed(after).get(key):
         return Change(key, "failed", old.step_s, why=why)
     return Change(key, "not run", old.step_s, why=not_measured(after).get(key, ""))
 

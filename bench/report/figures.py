@@ -19,10 +19,8 @@ from typing import Literal
 
 from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.metrics import communication_bound_s, median, relative_spread
-from bench.report.group_breakdown import Parts, computing_alone, parts_of, ranks_of_parts
 from bench.report.usage import Usage, usage_of
-from bench.rounds.record import Case, Round, last_words
-from bench.rounds.step_breakdown import ALONE
+from bench.rounds.record import ALONE, Case, Round
 from bench.rounds.timed_steps import counted, deviation, mean_noise, slowest_rank, steps_noise
 from bench.systems import SYSTEMS
 
@@ -50,13 +48,7 @@ class CaseFigures:
     links_s: float | None = None  # the gradients' time on the slowest link
     links_rate: LinksRate = ""  # at the set rate or, without one, at the measured rate
     bound_s: float | None = None  # the larger of alone_s and links_s
-    parts: Parts = field(default_factory=Parts)
     usage: Usage = field(default_factory=Usage)
-
-    @property
-    def parts_s(self) -> Mapping[str, float]:
-        """The parts of a step."""
-        return self.parts.seconds
 
     @property
     def rounds(self) -> int:
@@ -86,13 +78,8 @@ class CaseFigures:
 
 def all_figures(outcome: EvaluationOutcome) -> list[CaseFigures]:
     """Return a row for each case that has figures, with groups in the order of the suite."""
-    computing = computing_alone(outcome.rounds)
-    good = [found for rounds in rounds_by_case(outcome).values() if (found := _good(rounds))]
-    ranks = ranks_of_parts(good)
-    rows = []
-    for rounds in good:
-        group = rounds[0].case.group
-        rows.append(_case_figures(rounds, parts_of(rounds, ranks[group], computing.get(group))))
+    good = ([each for each in rounds if each.ok] for rounds in rounds_by_case(outcome).values())
+    rows = [_case_figures(rounds) for rounds in good if rounds]
     alone = {row.case.group: row for row in rows if row.case.system == ALONE}
     return [_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows)]
 
@@ -106,7 +93,7 @@ def rounds_by_case(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
 
 
 def not_measured(outcome: EvaluationOutcome) -> dict[str, str]:
-    """Return the reason by case or pipeline: any round failed, or all were skipped."""
+    """Return the reason by case: any round failed, or all were skipped."""
     found = {}
     for key, rounds in rounds_by_case(outcome).items():
         failed = next((each for each in rounds if each.error), None)
@@ -114,9 +101,6 @@ def not_measured(outcome: EvaluationOutcome) -> dict[str, str]:
             found[key] = f"failed, {failed.why}"
         elif not any(each.ok for each in rounds):
             found[key] = f"skipped, {rounds[-1].why}"
-    for each in outcome.pipelines:
-        if each.error:
-            found[each.name] = f"failed, {last_words(each.error)}"
     return found
 
 
@@ -164,25 +148,12 @@ def by_group(rows: Iterable[CaseFigures]) -> dict[str, list[CaseFigures]]:
     return {name: list(members) for name, members in groupby(rows, key=lambda row: row.case.group)}
 
 
-def trained_on_shares(round_: Round) -> bool:
-    """Return whether processes of `single` learned from a share of each step's samples.
-
-    Older versions did. Such rounds are no reference for the accuracy of all ranks together.
-    """
-    batches = {rank.batch for rank in round_.ranks}
-    return round_.case.system == ALONE and round_.case.ranks > 1 and batches != {samples(round_.case)}
-
-
 def samples(case: Case) -> int:
     """Return the samples of one step, of all ranks together."""
     return sum(case.task.shares) if case.task.shares else case.task.batch * case.ranks
 
 
-def _good(rounds: Iterable[Round]) -> list[Round]:
-    return [each for each in rounds if each.ok]
-
-
-def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
+def _case_figures(rounds: list[Round]) -> CaseFigures:
     case = rounds[0].case
     slowest = slowest_rank(rounds)
     uneven = case.system in SYSTEMS and SYSTEMS[case.system].uneven
@@ -209,7 +180,6 @@ def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
         {each.number: median(steps) for each, steps in zip(rounds, steps_by_round, strict=True)},
         rounds_wall_s,
         uneven,
-        parts=parts,
         usage=usage_of(rounds),
     )
 
@@ -241,8 +211,7 @@ def _rate(outcome: EvaluationOutcome, cluster: ClusterFacts) -> tuple[float | No
     if cluster.slowest_bits_per_s is not None:
         return cluster.slowest_bits_per_s, "set"
     links = [each for each in outcome.links if each.cluster == cluster.name]
-    rates = [each.two_way_bits_per_s or each.bits_per_s for each in links]
-    known = [rate for rate in rates if rate is not None]
+    known = [each.two_way_bits_per_s for each in links if each.two_way_bits_per_s is not None]
     # A link that was not measured may be the slowest.
     return (min(known), "measured") if links and len(known) == len(links) else (None, "")
 

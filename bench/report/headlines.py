@@ -28,7 +28,6 @@ from bench.report.speedups import (
     means,
     shares_gain,
 )
-from bench.report.unfinished import unfinished
 from bench.report.usage import disturbed
 from bench.rounds.record import Case
 
@@ -129,15 +128,16 @@ def left_out(outcome: EvaluationOutcome) -> str:
 
 
 def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
-    """Say what an interrupted evaluation lacks; nothing if it is complete."""
-    left = unfinished(outcome)
-    if not left:
+    """Say how many of the planned rounds have figures; nothing if all do."""
+    groups = outcome.setting.plan.get("groups", [])
+    planned = sum(
+        1 if name in of.get("once", ()) else of["rounds"] for of in groups for name in of["systems"]
+    )
+    measured = sum(each.ok for each in outcome.rounds)
+    if measured >= planned:
         return []
-    count = sum(len(systems) or 1 for systems in left.values())
-    names = [f"{name} ({', '.join(systems)})" if systems else name for name, systems in left.items()]
     return [
-        "Not all of the suite has run yet. Missing, or short of rounds "
-        f"({count} of its cases and pipelines): {', '.join(names)}."
+        f"{measured} of {planned} planned rounds have figures. Others failed, were skipped or are to run."
     ]
 
 

@@ -34,10 +34,9 @@ def forecasts(members: Sequence[CaseFigures]) -> list[ModeForecast]:
     links_s = ours.links_s if ours is not None else None
     if alone is None or links_s is None:
         return []
-    computing_s, backward_s = alone.step_s, alone.parts_s.get("backward", 0.0)
+    computing_s = alone.step_s
     at_best = {
         "hvpipe-none": computing_s + links_s,
-        "hvpipe-backward": computing_s - backward_s + max(backward_s, links_s),
         OURS: max(computing_s, links_s),
         **{f"hvpipe-{name}": max(computing_s, share * links_s) for name, share in _SHARE_OF_BYTES.items()},
     }

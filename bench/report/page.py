@@ -10,13 +10,11 @@ from bench.report import modes
 from bench.report.figures import CaseFigures, all_figures
 from bench.report.headlines import BEST_EXACT, HOROVOD, answer, cautions, headlines, left_out
 from bench.report.markup import around, element
-from bench.report.page_measured import breakdown, case_by_case, curve, steps
+from bench.report.page_measured import case_by_case, curve, steps
 from bench.report.page_more import (
-    accuracy,
     gpus,
     links,
     not_measured,
-    pipelines,
     scaling,
     time_to_accuracy,
     utilization,
@@ -62,17 +60,14 @@ def page(outcome: EvaluationOutcome) -> str:
         "Which mode to use": around("ul", (element("li", each) for each in modes.advice(rows))),
         "Step time by system": steps(outcome, rows),
         "Scaling": scaling(rows),
-        "Where the time goes": breakdown(rows),
         "Utilization over time": utilization(outcome),
         "GPUs": gpus(rows),
         "Time to accuracy": time_to_accuracy(outcome),
-        "The same accuracy": accuracy(outcome),
-        "Pipelines": pipelines(outcome),
         "Links": links(outcome),
         "Not measured": not_measured(outcome),
         "How it was measured": _how(outcome),
     }
-    figures = ("Time to accuracy", "The same accuracy", "Step time by system")
+    figures = ("Time to accuracy", "Step time by system")
     opened = "" if any(answers) else next((title for title in figures if sections[title]), "")
     body = [
         element("h1", setting.title),

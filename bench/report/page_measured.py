@@ -1,4 +1,4 @@
-"""The sections of the report about steps: how long, by system, and where the time goes."""
+"""The sections of the report about steps: how long, by system."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from bench.metrics import format_time
 from bench.report.figures import ALONE, CaseFigures, by_group, computes_alone, fastest
 from bench.report.headlines import OURS, comparisons
 from bench.report.markup import around, element, figure, table
-from bench.report.plots import bars, lines, stacked
+from bench.report.plots import bars, lines
 from bench.report.speedups import BEST_NATIVE, Comparison, less_or_more
-from bench.rounds.record import PARTS
 
 _NAMES = (
     *(ALONE, "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
     *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale", "tf-mwms-tuned"),
     *("hvpipe-local", "hvpipe-int8"),
 )
-_HIDDEN = "communication_hidden"
 
 
 def system_colour(name: str) -> int:
@@ -142,53 +140,3 @@ def _saved(compared: Comparison | None, named: bool) -> str:
     tie = ", a tie" if compared.verdict == "tie" else ""
     text = f"{compared.describe()}, {less_or_more(compared.reduction)}{tie}"
     return f"{text} ({compared.baseline})" if named else text
-
-
-_WHOLE = ("all beyond alone", "longest wait for the slowest rank", "step")
-
-
-def breakdown(rows: list[CaseFigures]) -> str:
-    """Return a stacked bar for each system of each group, and a table that also has what was hidden."""
-    plots, tables = [], []
-    for name, members in by_group(rows).items():
-        known = [row for row in members if set(row.parts_s) - {"input"}]
-        if not known:
-            continue
-        drawn = {
-            row.case.system: {part: s for part, s in row.parts_s.items() if part != _HIDDEN} for row in known
-        }
-        caption = f"{name}, rank {known[0].parts.rank}"
-        plots.append(figure(caption, stacked(f"where the time goes, {name}", drawn, PARTS)))
-        shown = [part for part in PARTS if any(part in row.parts_s for row in known)]
-        lines = [
-            [
-                row.case.system,
-                *(_seconds(row.parts_s.get(part)) for part in shown),
-                _seconds(row.parts.beyond_alone_s),
-                _seconds(row.parts.longest_wait_s),
-                format_time(row.step_s),
-            ]
-            for row in known
-        ]
-        tables += [
-            element("h3", caption),
-            table(["system", *(part.replace("_", " ") for part in shown), *_WHOLE], lines),
-        ]
-    if not plots:
-        return ""
-    words = (
-        "Means over the timed steps of one rank, with draining. All systems of a group show the same rank, "
-        "the slowest when each computes alone. Forward, backward and update count up to their time in "
-        f"{ALONE}. The time beyond that has a column of its own, measured alike for every system. hvpipe "
-        "tells its parts: exposed communication, packing, waits for the slowest rank, overhead, and "
-        "computing slowed by what runs beside it. The other systems do not, so for them it is one part, "
-        "beyond computing alone. Hidden communication runs beside computing and is not in a bar. The "
-        "slowest rank waits for nobody, so the longest wait of any rank has a column of its own."
-    )
-    return element("p", words) + around("div", plots, "plots") + "".join(tables)
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return ""
-    return "0" if value < 5e-7 else format_time(value)

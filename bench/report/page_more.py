@@ -1,4 +1,4 @@
-"""The other sections of the report: scaling, utilization, accuracy, pipelines, links, what is missing."""
+"""The other sections of the report: scaling, utilization, time to accuracy, links, what is missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.metrics import format_time, median
+from bench.metrics import median
 from bench.report.figures import (
     ALONE,
     CaseFigures,
@@ -14,16 +14,14 @@ from bench.report.figures import (
     computes_alone,
     rounds_by_case,
     samples,
-    trained_on_shares,
 )
 from bench.report.learning import SHARE, ends_of_epochs_s, learning
 from bench.report.markup import around, element, figure, folded, table
 from bench.report.page_measured import system_colour
 from bench.report.plots import lines
-from bench.rounds.record import RankRound, Round, last_words
+from bench.rounds.record import Round
 
 _EQUAL_HOSTS = re.compile(r"\d+x([\d.]*\w+)")
-_SYNCHRONOUS = ("tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
 _SAMPLED = ("tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod-tuned", "hvpipe-step")
 _QUANTITIES = {
     "cpu": ("cores kept busy", 1.0),
@@ -120,51 +118,6 @@ def _quantity(name: str) -> tuple[str, float]:
     return name.replace("_", " "), 1.0
 
 
-def accuracy(outcome: EvaluationOutcome) -> str:
-    """Return loss and accuracy by epoch, and the last of each."""
-    made = []
-    for group, rounds in _first_good(outcome).items():
-        apart = any(trained_on_shares(each) for each in rounds)
-        trained = {
-            each.case.system: each.ranks[0]
-            for each in rounds
-            if each.ranks[0].loss and not trained_on_shares(each)
-        }
-        if not trained:
-            continue
-        plots = [
-            figure(f"{what} by epoch, {group}", _by_epoch(f"{what}, {group}", what, trained))
-            for what in ("loss", "accuracy")
-        ]
-        rows = [
-            [
-                system,
-                f"{rank.loss[-1]:.9g}",
-                f"{rank.accuracy[-1]:.4f}" if rank.accuracy else "",
-                format_time(median(rank.step_s)),
-            ]
-            for system, rank in trained.items()
-        ]
-        made += [
-            around("div", plots, "plots"),
-            table(["system", "last loss", "last accuracy", "step"], rows),
-            element("p", _equal_words(trained)),
-            *(
-                [
-                    element(
-                        "p",
-                        f"{ALONE} is left out, because each of its processes trained on a share of the "
-                        "images.",
-                        "quiet",
-                    )
-                ]
-                if apart
-                else []
-            ),
-        ]
-    return "".join(made)
-
-
 def time_to_accuracy(outcome: EvaluationOutcome) -> str:
     """Return, for each training by epochs, accuracy over seconds and the time to that of exact training."""
     made, first_good = [], _first_good(outcome)
@@ -190,72 +143,6 @@ def time_to_accuracy(outcome: EvaluationOutcome) -> str:
     return element("p", words) + "".join(made) if made else ""
 
 
-def _by_epoch(title: str, what: str, trained: Mapping[str, RankRound]) -> str:
-    series: _Series = {}
-    for system, rank in trained.items():
-        values: list[float] = getattr(rank, what)
-        if values:
-            series[system] = ([float(epoch + 1) for epoch in range(len(values))], values)
-    return _plot(title, series, ("epoch", what), 1.0 if what == "accuracy" else 0.0)
-
-
-def _equal_words(trained: Mapping[str, RankRound]) -> str:
-    """Say which of hvpipe's exact modes have the losses of its linear mode, and how near others come."""
-    linear = trained.get("hvpipe-none")
-    if linear is None:
-        return ""
-    exact = [name for name in ("hvpipe-backward", "hvpipe-step") if name in trained]
-    same = [name for name in exact if trained[name].loss == linear.loss]
-    others = [name for name in exact if name not in same]
-    words = []
-    if same:
-        words.append(f"{' and '.join(same)} have the losses of hvpipe-none, digit for digit.")
-    if others:
-        words.append(f"{' and '.join(others)} do not have the losses of hvpipe-none.")
-    apart = [
-        f"{name} {max(abs(a - b) / b for a, b in zip(trained[name].loss, linear.loss, strict=False)):.1g}"
-        for name in (ALONE, *_SYNCHRONOUS)
-        if name in trained
-    ]
-    if apart:
-        words.append(f"Largest relative distance from these losses in any epoch: {', '.join(apart)}.")
-    return " ".join(words)
-
-
-def pipelines(outcome: EvaluationOutcome) -> str:
-    """Return a table for each pipeline run: measured and predicted."""
-    made = []
-    for each in outcome.pipelines:
-        made.append(element("h3", each.name))
-        if each.report is None:
-            made.append(folded(f"failed: {last_words(each.error)}", each.error))
-            continue
-        report = each.report
-        first = report.cases[0]
-        made.append(
-            element(
-                "p",
-                f"{report.workload}; {report.ranks} ranks, {report.where}; {report.schedule}, "
-                f"{report.microbatches} micro-batches. Saved is the time that {first.method} saves.",
-                "quiet",
-            )
-        )
-        rows = [
-            [
-                case.method,
-                format_time(case.seconds()),
-                format_time(case.forecast_s),
-                f"{case.seconds() / case.forecast_s:.2f}",
-                "" if case.bound_s is None else f"{case.seconds() / case.bound_s:.2f}",
-                f"{1 - first.seconds() / case.seconds():.0%}",
-            ]
-            for case in report.cases
-        ]
-        header = ["placement", "step", "predicted", "step / predicted", "step / bound", "saved"]
-        made.append(table(header, rows))
-    return "".join(made)
-
-
 def links(outcome: EvaluationOutcome) -> str:
     """Return the set and the measured rates of links."""
     if not outcome.links:
@@ -265,18 +152,13 @@ def links(outcome: EvaluationOutcome) -> str:
             each.cluster,
             f"{each.first} to {each.second}",
             _rate(each.set_bits_per_s) or "no limit",
-            _rate(each.two_way_bits_per_s) + ("" if each.keeps_its_limit else ", NOT AS SET"),
-            "" if each.latency_s is None else format_time(each.latency_s),
-            _rate(each.bits_per_s) or each.why,
+            (_rate(each.two_way_bits_per_s) or each.why) + ("" if each.keeps_its_limit else ", NOT AS SET"),
         ]
         for each in outcome.links
     ]
     tools = ", ".join(dict.fromkeys(each.tool for each in outcome.links if each.tool))
-    words = (
-        f"Two-way is the rate of each direction with both busy{f' ({tools})' if tools else ''}. Latency "
-        "and bandwidth are fitted to a ping-pong of MPI messages from 1 B to 8 MB."
-    )
-    header = ["cluster", "between", "set", "two-way", "latency", "bandwidth"]
+    words = f"Two-way is the rate of each direction with both busy{f' ({tools})' if tools else ''}."
+    header = ["cluster", "between", "set", "two-way"]
     return element("p", words) + table(header, rows)
 
 

@@ -20,7 +20,6 @@ _SERIES = [f"#0102{number:02x}" for number in range(16, 40)]
 _WIDTH_IN = 4.6
 _MARKERS = "osD^vPX*"
 _FEW = 12  # series of few points get markers
-PART_COLOURS = 12  # index of the first colour for parts of a step; earlier ones are for systems
 
 
 def colour(number: int) -> str:
@@ -53,23 +52,6 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[int], marks:
         axes.set_xlabel("seconds a step")
         if marks:
             _legend(axes, 1)
-        return finish()
-
-
-def stacked(title: str, rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]) -> str:
-    """Return a horizontal bar for each row, made of its parts in the given order."""
-    shown = [part for part in parts if any(part in row for row in rows.values())]
-    with _axes(0.36 * len(rows) + 1.1 + 0.22 * -(-len(shown) // 2), title) as (axes, finish):
-        places = list(range(len(rows)))[::-1]
-        left = [0.0] * len(rows)
-        for part in shown:
-            widths = [row.get(part, 0.0) for row in rows.values()]
-            fill = colour(PART_COLOURS + parts.index(part))
-            axes.barh(places, widths, left=left, color=fill, label=_words(part), height=0.68)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        axes.set_yticks(places, list(rows))
-        axes.set_xlabel("seconds a step")
-        _legend(axes, 2)
         return finish()
 
 
@@ -172,7 +154,3 @@ def _shorten(tag: re.Match[str]) -> str:
     """Shorten a tag: a hundredth of a point is enough, no label is rotated by 0, nothing refers to groups."""
     text = re.sub(r"\d+\.\d{3,}", lambda n: f"{float(n[0]):.2f}".rstrip("0").rstrip("."), tag[0])
     return re.sub(r' transform="rotate\(-0 [^)]*\)"|(?<=<g) id="[^"]*"', "", text)
-
-
-def _words(part: str) -> str:
-    return part.replace("_", " ")

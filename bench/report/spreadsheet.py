@@ -1,97 +1,75 @@
-"""results.csv: a row for each case of an evaluation, including those without figures."""
+"""results.csv: a row for each case of an evaluation, including those without figures.
+
+The columns are the fields of Case, Task and CaseFigures, and a few more.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.report.figures import (
-    CaseFigures,
-    all_figures,
-    computes_alone,
-    failed_cases,
-    rounds_by_case,
-    samples,
-    trained_on_shares,
-)
+from bench.report.figures import CaseFigures, all_figures, computes_alone, failed_cases, rounds_by_case
 from bench.report.headlines import OURS
 from bench.report.speedups import compare_in_groups
-from bench.rounds.record import PARTS, Case, Round
+from bench.rounds.record import Round
 
-_CASE = (
-    *("key", "workload", "pixels", "batch", "shares", "threads", "seed", "warm_up", "steps", "cluster"),
-    *("ranks", "samples_per_step", "scaling", "epochs", "system", "state"),
-)
-_FIGURES = (
-    *("step_s", "spread", "noise", "wall_s", "samples_per_s", "first_step_s", "cpu_share", "peak_bytes"),
-    *("sent_bytes", "rounds", "alone_s", "bound_s", "links_s", "links_rate", "efficiency", "over_bound"),
-)
 # Of hvpipe against the row's system, in the same group.
 _SPEEDUP, _REDUCTION = (f"{OURS.replace('-', '_')}_{what}" for what in ("speedup", "reduction"))
-_PARTS = tuple(f"{part}_s" for part in PARTS)
+_PARTS = ("case", "task", "usage")  # fields that are columns of their own, or several
 
 _Cells = Mapping[str, object]
 
 
 def to_csv(outcome: EvaluationOutcome) -> str:
-    """Return the table as text. Every row has a cell for each column; unknown values are empty."""
+    """Return the table as text. Unknown values are empty."""
     rows = {row.case.key: row for row in all_figures(outcome)}
     saved = _saved(outcome, list(rows.values()))
     lines: list[_Cells] = []
     for key, rounds in rounds_by_case(outcome).items():
-        row = rows.get(key)
-        learned = [each for each in rounds if not trained_on_shares(each)]
-        accuracies = [rank.accuracy[-1] for each in learned for rank in each.ranks if rank.accuracy]
+        case, row = rounds[0].case, rows.get(key)
+        accuracies = [rank.accuracy[-1] for each in rounds for rank in each.ranks if rank.accuracy]
         lines.append(
             {
-                **_case(rounds[0].case),
+                "key": key,
+                **_plain(case),
+                **_plain(case.task),
                 "state": _state(rounds),
+                "accuracy": accuracies[-1] if accuracies else None,
                 **({} if row is None else _figures(row)),
                 **saved.get(key, {}),
-                "accuracy": accuracies[-1] if accuracies else None,
             }
         )
-    return _written(lines)
-
-
-def _written(lines: Sequence[_Cells]) -> str:
-    """Write the lines, with columns for the GPU quantities that were sampled."""
-    gpu = sorted({name for line in lines for name in line if name.startswith("gpu_")})
-    columns = [*_CASE, *_FIGURES, _SPEEDUP, _REDUCTION, *_PARTS, "parts_rank", "accuracy", "cores_by_rank"]
     out = io.StringIO()
-    table = csv.DictWriter(out, [*columns, *gpu], lineterminator="\n")
+    columns = dict.fromkeys(name for line in lines for name in line)
+    table = csv.DictWriter(out, list(columns), lineterminator="\n")
     table.writeheader()
     table.writerows({name: _cell(value) for name, value in line.items()} for line in lines)
     return out.getvalue()
 
 
+def _plain(of: Any) -> dict[str, object]:
+    return {each.name: getattr(of, each.name) for each in fields(of) if each.name not in _PARTS}
+
+
+def _figures(row: CaseFigures) -> _Cells:
+    gpu = {f"{name}_by_rank": values for name, values in row.usage.gpu.items()}
+    shown = {"rounds": row.rounds, "efficiency": row.efficiency, "over_bound": row.over_bound}
+    return {**_plain(row), **shown, "cores_by_rank": row.usage.cores, **gpu}
+
+
 def _cell(value: object) -> str:
+    """Return a value as text. Those of several ranks or rounds are as in 11+5, unknown ones empty."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple):
+        return "+".join(map(_cell, value))
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _case(case: Case) -> _Cells:
-    task = case.task
-    return {
-        "key": case.key,
-        "workload": task.workload,
-        "pixels": task.pixels,
-        "batch": None if task.shares else task.batch,
-        "shares": _by_rank(task.shares),
-        "threads": task.threads,
-        "seed": task.seed,
-        "warm_up": task.warm_up,
-        "steps": task.steps,
-        "cluster": case.cluster,
-        "ranks": case.ranks,
-        "samples_per_step": samples(case),
-        "scaling": case.scaling,
-        "epochs": task.epochs,
-        "system": case.system,
-    }
 
 
 def _state(rounds: Sequence[Round]) -> str:
@@ -100,21 +78,6 @@ def _state(rounds: Sequence[Round]) -> str:
     if failed:
         return f"failed in {failed} of {failed + good}" if good else "failed"
     return "ok" if good else "skipped"
-
-
-def _figures(row: CaseFigures) -> _Cells:
-    return {
-        **{name: getattr(row, name) for name in _FIGURES},
-        **{f"{part}_s": row.parts_s.get(part) for part in PARTS},
-        "parts_rank": row.parts.rank,
-        "cores_by_rank": _by_rank(row.usage.cores),
-        **{f"{name}_by_rank": _by_rank(values) for name, values in row.usage.gpu.items()},
-    }
-
-
-def _by_rank(values: Iterable[float | None]) -> str:
-    """Return a value for each rank, as in 11+5. Unknown values are empty."""
-    return "+".join("" if value is None else f"{value:.6g}" for value in values)
 
 
 def _saved(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> dict[str, _Cells]:

@@ -16,8 +16,7 @@ _MEET_S = 600.0  # timeout for ranks that still build their model
 
 @dataclass
 class RankJob:
-    """What an adapter receives and fills in: times in `watch`, the parts of a step that it knows in
-    `parts_s`, and `versions` of what it used.
+    """What an adapter receives and fills in: times in `watch`, and `versions` of what it used.
 
     The ranks of a round share `directory` and meet through it. A process that measures for all ranks puts
     their figures into `by_rank`. `gradient_bytes` is the size of the model's gradients; only `single`, the
@@ -34,7 +33,6 @@ class RankJob:
         1,
     )  # this rank's number on its host, and the number of ranks there
     watch: StepWatch = field(init=False)
-    parts_s: dict[str, float] = field(default_factory=dict)
     by_rank: dict[int, RankRound] = field(default_factory=dict)
     gradient_bytes: int = 0
     versions: dict[str, str] = field(default_factory=dict)

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import sys
-import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,10 +42,8 @@ def _run(directory: Path, rank: int | None) -> None:
     task = Task(**{**what["task"], "shares": tuple(what["task"]["shares"])})
     job = RankJob(task, rank, what["size"], what["options"], directory, local_rank_and_size)
     importlib.import_module(f"bench.systems.{what['adapter']}").train(job)
-    parts_s = {"input": _input_s(job), **job.parts_s}
     for number, found in (job.by_rank or {rank: job.watch.rank_round()}).items():
-        more = {"parts_s": parts_s, "gradient_bytes": job.gradient_bytes, "batch": job.batch}
-        _write(job, number, replace(found, **more))
+        _write(job, number, replace(found, gradient_bytes=job.gradient_bytes, batch=job.batch))
 
 
 def _write(job: RankJob, rank: int, found: RankRound) -> None:
@@ -57,20 +54,6 @@ def _write(job: RankJob, rank: int, found: RankRound) -> None:
     versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__, **job.versions}
     with atomic_file(job.directory / f"rank-{rank}.json") as file:
         file.write(json.dumps({"rank": asdict(found), "versions": versions}).encode())
-
-
-def _input_s(job: RankJob, count: int = 8) -> float:
-    """Return the seconds to fetch a batch by itself. Compiled steps hide them, and they are alike for all
-    systems.
-    """
-    from bench.training.workloads import batches_of
-
-    data = iter(batches_of(job))
-    next(data)
-    began_s = time.monotonic()
-    for _ in range(count):
-        next(data)
-    return (time.monotonic() - began_s) / count
 
 
 if __name__ == "__main__":

@@ -16,21 +16,7 @@ FORMAT = 1
 NOT_UP = "the hosts were not up: "  # a reason that begins so blames a cluster or its hosts, not a system
 _NOT_UP_BEFORE = "the place was not up: "  # the same in older results
 AUTO_THREADS = 0  # replaced by the cores of a rank before anything runs
-
-# Where the time of a step goes, in drawing order. A system leaves out what it cannot measure.
-PARTS = (
-    "input",
-    "forward",
-    "backward",
-    "pack",  # and unpack
-    "communication_hidden",  # runs beside computing and is not part of the sum
-    "communication_exposed",
-    "update",
-    "straggler",  # waiting for the slowest rank
-    "overhead",  # the rest: the framework
-    "computing_slowed",  # of backward and update, as communication shares the cores
-    "beyond_computing_alone",  # exposed communication and the four above, not told apart
-)
+ALONE = "single"  # the system that computes without sharing
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,6 @@ class RankRound:
     first_step_s: float = 0.0  # tracing and first step
     batch: int = 0  # samples of its step; 0 in older results
     gradient_bytes: int = 0  # float32, without Embeddings; for the bound of the links
-    parts_s: dict[str, float] = field(default_factory=dict)  # by name of PARTS, per step
     utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...
     loss: list[float] = field(default_factory=list)  # a value for each epoch
     accuracy: list[float] = field(default_factory=list)
@@ -175,7 +160,8 @@ def rank_round(data: dict[str, Any]) -> RankRound:
     samples = data.get("utilization", [])
     if isinstance(samples, dict):  # a list in older results
         data = {**data, "utilization": _rows(samples)}
-    rank = RankRound(**data)
+    # Older results also have the parts of a step.
+    rank = RankRound(**{name: value for name, value in data.items() if name != "parts_s"})
     times_s = (*rank.step_s, rank.wall_s)
     if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):
         raise ValueError(

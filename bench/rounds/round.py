@@ -17,12 +17,9 @@ from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
 from bench.launch.processes import run_together
-from bench.rounds.record import Case, RankRound, Round, rank_round
-from bench.rounds.step_breakdown import parts_of_trace
+from bench.rounds.record import Case, Round, rank_round
 from bench.systems import SYSTEMS, System
-from bench.systems.hvpipe_modes import TRACE
 from bench.training.workloads import check
-from hvpipe.trace.events import Trace
 
 
 def run_round(
@@ -95,10 +92,6 @@ def _run(
     if system.start == "mpirun":
         versions.append(_mpi_version(python))
     ranks = tuple(rank_round(each["rank"]) for each in found)
-    if (directory / TRACE).exists() and not case.task.epochs:
-        # Count all timed steps and the drain: the first step collects nothing, and the drain after the last
-        # step completes it.
-        ranks = _with_parts(ranks, Trace.read(directory / TRACE), case.task.warm_up)
     return replace(round_, ranks=ranks, versions=", ".join(versions))
 
 
@@ -111,13 +104,6 @@ def _unfit(case: Case, system: System, cluster: Hosts | None) -> str:
     ):
         return "wants steps, not epochs, and several hosts"
     return ""
-
-
-def _with_parts(ranks: tuple[RankRound, ...], trace: Trace, skip: int) -> tuple[RankRound, ...]:
-    return tuple(
-        replace(found, parts_s={**found.parts_s, **parts_of_trace(trace, rank, skip)})
-        for rank, found in enumerate(ranks)
-    )
 
 
 def _environment(case: Case) -> dict[str, str]:

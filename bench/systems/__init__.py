@@ -42,7 +42,7 @@ def _hvpipe(name: str, title: str, options: Mapping[str, str], **more: Any) -> S
         needs=("tensorflow", "keras", "hvpipe", "mpi4py"),
         options=options,
         notes=(
-            f"{_FIT}, with hvpipe's trace on; the timing callback declares that it reads no weights and "
+            f"{_FIT}; the timing callback declares that it reads no weights and "
             "stops nothing, which custom callbacks must declare as well to keep the overlap",
         ),
     )

@@ -9,7 +9,6 @@ from bench.systems.keras_fit import fit
 from bench.training.prepare import prepare_tensorflow
 from bench.training.workloads import compiled_model
 
-TRACE = "trace.json"
 EXACT_STEPS = 20  # at the start of a training by epochs
 
 
@@ -19,7 +18,7 @@ def train(job: RankJob) -> None:
     import hvpipe
     import hvpipe.keras as hk
 
-    hvpipe.init(trace=str(job.directory / TRACE))
+    hvpipe.init()
     options: dict[str, Any] = dict(job.options)
     if "every" in options:
         options["every"] = int(options["every"])
@@ -29,4 +28,4 @@ def train(job: RankJob) -> None:
     job.versions["hvpipe"] = hvpipe.__version__
     job.meet("built")
     fit(keras, model, job)
-    hvpipe.shutdown()  # writes the trace
+    hvpipe.shutdown()

@@ -6,17 +6,13 @@ neighbours during each step as an all-reduce of the gradients would.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
-from bench.metrics import median
 from bench.rounds.job import RankJob
-from bench.rounds.timed_steps import counted
 from bench.systems.keras_fit import fit
 from bench.systems.ring_stream import RingStream
 from bench.training.prepare import claim_gpu, gradient_bytes, prepare_tensorflow
-from bench.training.workloads import batches_of, compiled_model, loss_of, train_whole_steps
+from bench.training.workloads import compiled_model, train_whole_steps
 
 
 def train(job: RankJob) -> None:
@@ -34,9 +30,6 @@ def train(job: RankJob) -> None:
             fit(keras, model, job, [_moves_bytes(keras, stream)])
         return
     fit(keras, model, job)
-    if not job.task.epochs:
-        job.meet("trained")
-        job.parts_s = _parts(keras, model, job)
 
 
 def _moves_bytes(keras: Any, stream: RingStream) -> Any:
@@ -50,34 +43,3 @@ def _moves_bytes(keras: Any, stream: RingStream) -> Any:
             stream.wait()
 
     return MovesBytes()
-
-
-def _parts(keras: Any, model: Any, job: RankJob) -> dict[str, float]:
-    """Return the times of forward and update, each compiled and timed by itself; backward is the rest of a
-    step.
-    """
-    import tensorflow as tf
-
-    batch = next(iter(batches_of(job)))
-
-    @tf.function(jit_compile=False)
-    def forward() -> Any:
-        return loss_of(keras, model, batch)
-
-    @tf.function(jit_compile=False)
-    def update() -> Any:
-        model.optimizer.apply([tf.zeros(v.shape, v.dtype) for v in model.trainable_variables])
-        return tf.constant(0)
-
-    forward_s, update_s = _median_s(forward, job), _median_s(update, job)
-    rest_s = median(counted(job.task, job.watch.step_s)) - forward_s - update_s
-    return {"forward": forward_s, "backward": max(0.0, rest_s), "update": update_s}
-
-
-def _median_s(run: Callable[[], Any], job: RankJob) -> float:
-    taken_s = []
-    for _ in range(1 + job.task.steps):
-        began_s = time.monotonic()
-        run().numpy()
-        taken_s.append(time.monotonic() - began_s)
-    return median(taken_s[1:])

@@ -8,16 +8,13 @@ from statistics import median
 
 from hvpipe.trace.events import Event, Trace
 
-COMPUTE = ("forward", "backward", "update")
-"""Trace categories of computing, which can hide communication."""
-
 Interval = tuple[float, float]
 
 _WHOLE_FORWARD = "forward"  # in a data-parallel step; a pipeline's forwards have the names of their actions
 
 
 def computing(trace: Trace, rank: int) -> dict[str, list[Interval]]:
-    """Return when this rank computed, by category of COMPUTE, as disjoint intervals in order.
+    """Return when this rank computed, by category, as disjoint intervals in order.
 
     Update: the trace has the update's end, and the end of its bucket's reduction. In between the update may
     have waited for the next step or for other buckets. So it counts from the last event before its end that

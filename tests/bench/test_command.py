@@ -98,7 +98,7 @@ def test_threads_are_the_cores_of_a_rank_by_default(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert command.main(["run", suite, "--plan", *words]) == 0
-    told = f"3 systems, batch 8 a rank, {threads} threads an operation, 1 round of 3 + 8 steps, seed 20, "
+    told = f"3 systems, batch 8 a rank, {threads} threads an operation, 1 round of 3 + 8 steps, seed 20\n"
     assert told in capsys.readouterr().out
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), *words]) == 0
     (journal,) = {each.case.task.threads for each in Journal.kept_in(tmp_path / "out").rounds}  # type: ignore[union-attr]
@@ -259,7 +259,6 @@ def test_a_plan_as_json(suite: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     plan = json.loads(capsys.readouterr().out)
     assert [(each["name"], each["rounds"]) for each in plan["groups"]] == [("digits-64/8/loopback-2/weak", 1)]
     assert plan["groups"][0]["systems"] == ["single", "horovod", "hvpipe-step"]
-    assert plan["estimate_s"] >= plan["groups"][0]["estimate_s"] > 0
     assert list(plan["skipped"]) == ["horovod"]
 
 

@@ -162,18 +162,7 @@ def test_the_hardware_of_hosts_is_described(monkeypatch: pytest.MonkeyPatch) -> 
     assert described == "hosts a:2, b:2, c:1, d:1; a, b: 8 cores (A CPU); c: 64 cores (Another CPU)"
 
 
-def test_links_of_real_hosts_are_returned_through_the_shared_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(self: RealHosts, ranks: int, command: list[str], **_: object) -> object:
-        assert command[command.index("--peers") + 1 : command.index("--result")] == ["2"]
-        result = Path(command[-1])
-        assert tmp_path in result.parents
-        result.write_text(json.dumps({"2": [2e-5, 1e8]}))
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(RealHosts, "run", measure)
-    monkeypatch.chdir(tmp_path)
+def test_links_of_real_hosts_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     # Real hosts: this one, reached without ssh.
     monkeypatch.setattr(RealHosts, "host_command", lambda self, host, command: command)
     monkeypatch.setattr(
@@ -181,31 +170,11 @@ def test_links_of_real_hosts_are_returned_through_the_shared_folder(
     )
     monkeypatch.setattr(link_rate, "_PORT", 20201)
     hosts = RealHosts("a:2,localhost")
-    (found,) = links.measure(hosts, "hosts", seconds=0.2)  # rank 2 is the first one on the second host
-    assert (found.second, found.latency_s, found.bits_per_s) == ("localhost", 2e-5, 1e8)
-    assert found.tool == "own TCP stream"
+    (found,) = links.measure(hosts, "hosts", seconds=0.2)
+    assert (found.second, found.tool) == ("localhost", "own TCP stream")
     assert found.two_way_bits_per_s is not None
     assert found.two_way_bits_per_s > 1e6
-    assert list(tmp_path.iterdir()) == []
-    # If a host accepts no other connections, there is still the ping-pong.
+    # A host may accept no other connections.
     monkeypatch.setattr(links, "measure_own_stream", lambda *_: json.loads("refused"))
     (found,) = links.measure(hosts, "hosts")
-    assert (found.bits_per_s, found.two_way_bits_per_s) == (1e8, None)
-
-
-def test_the_time_limit_for_links_covers_one_pair_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-
-    def measure(
-        self: VirtualCluster, ranks: int, command: list[str], *, timeout_s: float, **_: object
-    ) -> object:
-        given.append(timeout_s)
-        return subprocess.CompletedProcess(command, 1, "", "no")
-
-    monkeypatch.setattr(VirtualCluster, "run", measure)
-    for hosts, rate in ((2, "100mbit"), (8, "100mbit"), (8, "10mbit")):
-        with pytest.raises(ClusterError, match="Links could not be measured: no"):
-            links.measure(VirtualCluster(equal_hosts(hosts, rate)), "theirs")
-    # A pair at 100 Mb/s takes 8.4 s for 10 messages of just above 10 MB. The limit is twice that, plus 120 s
-    # for the ranks to meet.
-    assert given == pytest.approx([137, 237, 1295], abs=1)
+    assert (found.why, found.two_way_bits_per_s) == ("Expecting value: line 1 column 1 (char 0)", None)

@@ -18,14 +18,12 @@ from bench.errors import ClusterError
 from bench.evaluation import run as evaluation
 from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import FILE, Journal, JournalError, alone_in
-from bench.evaluation.outcome import EvaluationOutcome, OutcomeError, PipelineOutcome
+from bench.evaluation.outcome import EvaluationOutcome, OutcomeError
 from bench.evaluation.progress import EvaluationProgress, format_left
 from bench.evaluation.run import Evaluation, setting_of
-from bench.evaluation.suite import Group, PipelineRun, Suite, SuiteError
+from bench.evaluation.suite import Group, Suite, SuiteError
 from bench.hosts import links
 from bench.hosts.real_hosts import RealHosts
-from bench.pipeline.report import PipelineReport
-from bench.report.figures import not_measured
 from bench.rounds.record import Case, Round, Task
 from bench_rounds import finished
 
@@ -54,7 +52,7 @@ def run(
 ) -> tuple[EvaluationOutcome, str]:
     out = io.StringIO()
     evaluated = Evaluation(suite, HERE, systems, missing)
-    return evaluated.run(folder, EvaluationProgress(evaluated.estimate_s(), out)), out.getvalue()
+    return evaluated.run(folder, EvaluationProgress(evaluated.rounds(), out)), out.getvalue()
 
 
 ALL = [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
@@ -66,7 +64,7 @@ def test_every_round_is_run_and_kept(tmp_path: Path) -> None:
     assert systems.asked == ALL
     assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
     assert outcome.setting.notes == ("not root",)
-    assert "[  0%," in said
+    assert "[0 of 4 rounds] digits-64/8/loopback-2/weak/a, round 1 of 2\n" in said
     assert "digits-64/8/loopback-2/weak/a: step 2.5 s" in said
     assert EvaluationOutcome.from_json(outcome.to_json()) == outcome
 
@@ -81,21 +79,17 @@ def test_an_interrupted_run_resumes_without_losing_or_repeating_a_round(stop_at:
     assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
 
 
-def test_at_the_end_no_time_is_left(tmp_path: Path) -> None:
-    run_, part = PipelineRun("2x1gbit", "vgg16"), Group(Task("digits", 8), "loopback", 2, ("c",))
+def test_at_the_end_no_round_is_left(tmp_path: Path) -> None:
+    part = Group(Task("digits", 8), "loopback", 2, ("c",))
     suite = replace(SUITE, groups=(*SUITE.groups, part))
-    for systems in (Systems(fails=("b",)), Systems()):
+    for systems, said in (
+        (Systems(fails=("b",)), "3 of 3 rounds, 0 s left"),
+        (Systems(), "0 of 0 rounds"),
+    ):
         evaluated = Evaluation(suite, HERE, systems, {"c": "absent"})
-        progress = EvaluationProgress(evaluated.estimate_s(), io.StringIO())
+        progress = EvaluationProgress(evaluated.rounds(), io.StringIO())
         evaluated.run(tmp_path, progress)
-        assert progress.share == pytest.approx(1.0)
-        assert progress.left_s == pytest.approx(0.0, abs=1e-6)
-    journal = Journal(tmp_path / "p", setting_of(Suite("p", "P", (), (run_,)), HostSelection()))
-    journal.add_pipeline(PipelineOutcome(run_.name, error="failed"))
-    evaluated = Evaluation(Suite("p", "P", (), (run_,)), HostSelection(), Systems(), {})
-    progress = EvaluationProgress(evaluated.estimate_s(), io.StringIO())
-    evaluated.run(tmp_path / "p", progress)
-    assert progress.left_s == pytest.approx(0.0, abs=1e-6)
+        assert progress.describe() == said
 
 
 def test_a_cluster_is_not_brought_up_for_cases_that_failed_before(
@@ -104,18 +98,6 @@ def test_a_cluster_is_not_brought_up_for_cases_that_failed_before(
     run(tmp_path, Systems(stop_at=2, fails=("a", "b")))
     monkeypatch.setattr(HostSelection, "bring_up", lambda self, cluster: pytest.fail("it was"))
     run(tmp_path, Systems())
-
-
-def test_a_half_written_line_is_measured_again(tmp_path: Path) -> None:
-    run(tmp_path, Systems())
-    journal = tmp_path / FILE
-    whole = journal.read_bytes()
-    journal.write_bytes(whole[:-30])
-    again = Systems()
-    outcome, _ = run(tmp_path, again)
-    assert again.asked == ALL[-1:]
-    assert len(outcome.rounds) == 4
-    assert journal.read_bytes() == whole
 
 
 def test_a_crash_is_recorded_with_its_output_and_not_tried_again(tmp_path: Path) -> None:
@@ -136,7 +118,7 @@ def test_a_hang_is_recorded_with_what_it_printed(tmp_path: Path) -> None:
     def hang(case: Case, number: int, hosts: object, timeout_s: float) -> Round:
         raise subprocess.TimeoutExpired(["mpirun"], timeout_s, "", "waiting for rank 1")
 
-    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path, EvaluationProgress(4, io.StringIO()))
     assert [each.case.system for each in outcome.rounds] == ["a", "b"]
     for each in outcome.rounds:
         assert each.error.startswith("no end within ")
@@ -183,7 +165,7 @@ def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
     run(tmp_path, Systems(fails=("b",)))
     systems = Systems()
     evaluated = Evaluation(SUITE, HERE, systems, {})
-    outcome = evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()), retry_failed=True)
+    outcome = evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()), retry_failed=True)
     assert systems.asked == [("b", 0), ("b", 1)]
     assert [(each.case.system, each.number) for each in outcome.rounds if each.ok] == [
         *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
@@ -193,16 +175,12 @@ def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_failed_links_and_pipelines_run_again_on_request(tmp_path: Path) -> None:
+def test_failed_links_run_again_on_request(tmp_path: Path) -> None:
     journal = Journal(tmp_path, setting_of(SUITE, HERE))
     measured = links.LinkFacts("b", "h0", "h1", 1e9)
     journal.add_links([links.LinkFacts("a", "h0", "h1", None, why="no time"), measured])
-    journal.add_pipeline(PipelineOutcome("one", error="ValueError: too large"))
-    journal.add_pipeline(PipelineOutcome("two", error="the hosts were not up: no such rate"))
-    journal.forget_not_up()
-    assert [each.name for each in journal.outcome.pipelines] == ["one"]
     journal.forget_failed()
-    assert (journal.outcome.pipelines, [each.cluster for each in journal.outcome.links]) == ((), ["b"])
+    assert [each.cluster for each in journal.outcome.links] == ["b"]
     assert Journal(tmp_path, setting_of(SUITE, HERE)).outcome == journal.outcome
 
 
@@ -228,12 +206,12 @@ def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: st
     def of(software: dict[str, str]) -> Evaluation:
         return Evaluation(SUITE, HERE, Systems(), {"a": "absent", "b": "absent"}, software)
 
-    of(SOFTWARE).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    of(SOFTWARE).run(tmp_path, EvaluationProgress(4, io.StringIO()))
     of({**SOFTWARE, "horovod": "0.28.1"}).run(
-        tmp_path, EvaluationProgress(1.0, io.StringIO())
+        tmp_path, EvaluationProgress(4, io.StringIO())
     )  # installed since then
     with pytest.raises(JournalError, match=f"begun with other software.*Received: {received}"):
-        of({**SOFTWARE, **now}).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+        of({**SOFTWARE, **now}).run(tmp_path, EvaluationProgress(4, io.StringIO()))
 
 
 def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,19 +220,6 @@ def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(evaluation, "describe_hardware", lambda: machine)
     with pytest.raises(JournalError, match=r"Received: hvpipe bench \S+ \(now 9\.9\.9\)"):
         run(tmp_path, Systems())
-
-
-def test_a_journal_without_software_versions_is_continued(tmp_path: Path) -> None:
-    run(tmp_path, Systems(stop_at=5))
-    journal = tmp_path / FILE
-    setting, *rounds = journal.read_text().splitlines(keepends=True)
-    older = json.loads(setting)
-    del older["software"]
-    journal.write_text("".join([json.dumps(older) + "\n", *rounds[:2]]))
-    systems = Systems()
-    evaluated = Evaluation(SUITE, HERE, systems, {}, SOFTWARE)
-    evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
-    assert systems.asked == ALL[2:]
 
 
 def test_a_complete_folder_is_reported(tmp_path: Path) -> None:
@@ -269,10 +234,10 @@ def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
             SUITE, HostSelection(hosts=RealHosts(hosts)), Systems(), {"a": "absent", "b": "absent"}
         )
 
-    on("a:1,b:1").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
-    on("a:1,b:1").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
+    on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
     with pytest.raises(JournalError, match=r"begun on other hosts \(hosts a:1, b:1\).*Received: hosts c:2"):
-        on("c:2").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+        on("c:2").run(tmp_path, EvaluationProgress(4, io.StringIO()))
 
 
 def test_a_folder_in_use_by_another_evaluation_is_refused(tmp_path: Path) -> None:
@@ -298,10 +263,9 @@ def test_groups_left_out_are_in_the_plan_and_the_report() -> None:
     assert setting_of(evaluated._suite, HERE).notes == ("not root", said)
 
 
-@pytest.mark.parametrize("text", [b'{"kind": "round"}', b"5", b"null", b"[]", b"\xff", b'{"kind": []}'])
-def test_a_file_that_is_not_a_journal(text: bytes, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(text + b"\n")
-    with pytest.raises(JournalError, match="should be a journal"):
+def test_a_file_that_is_not_a_journal(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("[]")
+    with pytest.raises(OutcomeError, match=rf"{FILE}: Results should be"):
         run(tmp_path, Systems())
 
 
@@ -327,13 +291,12 @@ def test_scaling_is_measured_on_fewer_hosts_too(tmp_path: Path, monkeypatch: pyt
     hosts = RealHosts("a:2,b,c")
     hosts.spec = replace(hosts.spec, machines=(("a", "8 cores"), ("c", "16 cores")))
     where = HostSelection(hosts=hosts).on_counts("1, 2")
-    fitted = where.fit(Suite("mine", "Mine", groups, (PipelineRun("2x1gbit", "vgg16"),)))
+    fitted = where.fit(Suite("mine", "Mine", groups))
     assert [group.name for group in fitted.groups] == [
         *("digits-64/8/1xhosts-2/weak", "digits-64/6/1xhosts-2/strong"),
         *("digits-64/8/2xhosts-3/weak", "digits-64/4/2xhosts-3/strong"),
         *("digits-64/8/3xhosts-4/weak", "digits-64/32/3xhosts-4/4-epochs", "digits-64/3/3xhosts-4/strong"),
     ]
-    assert [run.name for run in fitted.pipelines] == ["pipeline/vgg16-64/32/3xhosts"]
     assert [said.split(" is left out")[0] for said in fitted.notes] == ["digits-64/9+7/2x1gbit-2/weak"]
     assert where.fit(fitted) == fitted
     assert where.facts("1xhosts").description == "hosts a:2; a: 8 cores"
@@ -346,8 +309,8 @@ def test_scaling_is_measured_on_fewer_hosts_too(tmp_path: Path, monkeypatch: pyt
         return finished(case, 1.0, number=number)
 
     monkeypatch.setattr(links, "measure", lambda hosts, cluster: [])
-    evaluated = Evaluation(replace(fitted, pipelines=()), where, run_round, {})
-    evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    evaluated = Evaluation(fitted, where, run_round, {})
+    evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()))
     assert slots == [2, 2, 3, 3, 4, 4, 4]
     for text in ("0", "4", "two", ""):
         says = f"from 1 to 3, the number of --hosts.*Received: --host-counts '{text}'"
@@ -364,88 +327,31 @@ def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
 
     tried: list[str] = []
 
-    def fail(hosts: object, cluster: str) -> list[links.LinkFacts]:
-        tried.append(cluster)
-        raise subprocess.TimeoutExpired(["mpirun"], 180.0)
+    def fail(hosts: object, first: str, second: str, *, seconds: float) -> None:
+        tried.append(second)
+        raise subprocess.TimeoutExpired(["iperf3"], 180.0)
 
     monkeypatch.setattr(HostSelection, "bring_up", up)
-    monkeypatch.setattr(links, "measure", fail)
+    monkeypatch.setattr(links, "measure_two_way", fail)
     groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
     for _ in range(2):
         evaluated = Evaluation(Suite("mine", "Mine", groups), HostSelection(), Systems(), {})
-        outcome = evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
-    assert tried == ["2x1gbit"]
+        outcome = evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()))
+    assert tried == ["h1"]
     (link,) = outcome.links
-    assert (link.second, link.set_bits_per_s, link.bits_per_s) == ("h1", 1e9, None)
-    assert link.why == "Command '['mpirun']' timed out after 180.0 seconds"
+    assert (link.second, link.set_bits_per_s, link.two_way_bits_per_s) == ("h1", 1e9, None)
+    assert link.why == "Command '['iperf3']' timed out after 180.0 seconds"
     assert Journal.kept_in(tmp_path) == outcome
-
-
-def test_a_pipeline_that_fails_is_recorded_with_its_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def up(self: HostSelection, cluster: str) -> Iterator[VirtualCluster]:
-        yield VirtualCluster(equal_hosts(2))
-
-    says = ["sh", "-c", "printf '\\033[31mValueError: too large\\033[0m\\n' >&2; exit 3"]
-    monkeypatch.setattr(HostSelection, "bring_up", up)
-    monkeypatch.setattr(VirtualCluster, "mpirun_command", lambda self, ranks, command: says)
-    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
-    found = Evaluation(suite, HostSelection(), Systems(), {}).run(
-        tmp_path, EvaluationProgress(1.0, io.StringIO())
-    )
-    (failed,) = found.pipelines
-    assert failed.error == "The ranks failed with status 3: see their output\nValueError: too large"
-    assert not_measured(found) == {"pipeline/vgg16-64/32/2x1gbit": "failed, ValueError: too large"}
-
-
-def test_a_pipeline_runs_on_real_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = PipelineReport("a model", "hosts a:1, b:1", "1f1b", 8, 2, 32, ())
-    shared: list[Path] = []
-
-    def start(self: RealHosts, ranks: int, command: list[str]) -> list[str]:
-        assert (ranks, command[0]) == (2, "env")
-        assert command[1].startswith("PYTHONPATH=/")
-        result = command[command.index("--result") + 1]
-        shared.append(Path(result).parent.parent)
-        return ["sh", "-c", f"printf '%s' '{report.to_json()}' > {result}"]
-
-    monkeypatch.setattr(RealHosts, "mpirun_command", start)
-    monkeypatch.chdir(tmp_path)
-    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16", spec=equal_hosts(2, "1gbit")),))
-    evaluated = Evaluation(suite, HostSelection(hosts=RealHosts("a,b")), Systems(), {})
-    (found,) = evaluated.run(tmp_path / "out", EvaluationProgress(1.0, io.StringIO())).pipelines
-    assert (found.name, found.error) == ("pipeline/vgg16-64/32/hosts", "")
-    assert found.report == PipelineReport.from_json(report.to_json())
-    assert shared == [tmp_path]
-
-
-def test_a_pipeline_whose_hosts_were_not_up_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostSelection, "bring_up", broken)
-    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
-    for _ in range(2):
-        found = Evaluation(suite, HostSelection(), Systems(), {}).run(
-            tmp_path, EvaluationProgress(1.0, io.StringIO())
-        )
-        (failed,) = found.pipelines
-        assert failed.error == "the hosts were not up: no such rate"
-        assert failed.not_up
 
 
 def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("bench.evaluation.progress.time.monotonic", lambda: now[0])
-    progress = EvaluationProgress(100.0, io.StringIO())
-    assert progress.left_s == 100.0
-    with progress.part("half", 50.0):
-        now[0] += 100.0
-    assert progress.share == 0.5
-    assert progress.left_s == pytest.approx(100.0)  # 50 more, at half the expected speed
-    progress.leave_out(25.0)
-    assert progress.left_s == pytest.approx(50.0)
+    progress = EvaluationProgress(4, io.StringIO())
+    progress.leave_out(1)
+    now[0] += 100.0
+    progress.done()
+    assert progress.describe() == "1 of 3 rounds, 3 min left"
     assert [format_left(s) for s in (40, 130, 3700)] == ["40 s", "2 min", "1 h 1 min"]
 
 

@@ -17,7 +17,7 @@ from bench.report.headlines import headlines
 from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means, shares_gain
 from bench.report.spreadsheet import to_csv
 from bench.report.usage import disturbed
-from bench.rounds.record import PARTS, RankRound, Round, Task
+from bench.rounds.record import RankRound, Round, Task
 from bench.rounds.timed_steps import counted, steps_noise
 from bench.systems import SYSTEMS
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
@@ -73,15 +73,12 @@ def test_efficiency_and_the_bound() -> None:
 
 def test_links_without_a_set_rate_bound_at_the_measured_rate() -> None:
     cluster = replace(CLUSTER, hosts=3, slowest_bits_per_s=None)
-    fast, slow = (
-        LinkFacts("2x1gbit", "a", "b", None, 1e-4, 4e9, 2e9),
-        LinkFacts("2x1gbit", "a", "c", None, 1e-4, 5e8),  # no two-way stream was measured
-    )
+    fast, slow = (LinkFacts("2x1gbit", "a", end, None, rate) for end, rate in (("b", 2e9), ("c", 5e8)))
     rounds = (finished(case("single"), 0.6), finished(case("hvpipe-step"), 4.0))
     found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=(fast, slow))))
     # 2 (3 - 1) / 3 x 95.2 MB at 500 Mb/s.
     assert (found.bound_s, found.links_rate) == (pytest.approx(4 / 3 * 95.2e6 * 8 / 5e8), "measured")
-    unknown = replace(slow, bits_per_s=None)
+    unknown = replace(slow, two_way_bits_per_s=None)
     for links in ((), (fast, unknown)):
         found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=links)))
         assert (found.bound_s, found.over_bound, found.links_rate) == (None, None, "")
@@ -105,67 +102,6 @@ def test_rounds_are_combined_and_failed_ones_left_out() -> None:
     assert (
         all_figures(outcome(Round(of, 0, error="crashed"), Round(case("tf-ps"), 0, skipped="absent"))) == []
     )
-
-
-def test_parts_are_of_the_slowest_rank_and_must_be_known_in_every_round() -> None:
-    of = case("hvpipe-step")
-    quick = rank([1.0], parts_s={"forward": 9.0})
-    first = Round(of, 0, (quick, rank([2.0], parts_s={"forward": 0.2, "update": 0.5})))
-    second = Round(of, 1, (quick, rank([2.0], parts_s={"forward": 0.4})))
-    (found,) = all_figures(outcome(first, second))
-    assert found.parts_s == {"forward": pytest.approx(0.3)}
-
-
-def test_parts_unknown_to_a_system_are_derived_from_computing_alone() -> None:
-    alone = finished(case("single"), 1.0, parts_s={"forward": 0.3, "backward": 0.6, "update": 0.1})
-    rows = all_figures(outcome(alone, finished(case("tf-mwms"), 2.5)))
-    # Computing takes 1 s. The other 1.5 s have an unknown cause.
-    assert row("tf-mwms", rows).parts_s == {
-        "forward": 0.3,
-        "backward": 0.6,
-        "update": 0.1,
-        "beyond_computing_alone": pytest.approx(1.5),
-    }
-
-
-def test_time_beyond_computing_alone_is_comparable_between_systems() -> None:
-    computing = {"forward": 0.3, "backward": 0.6, "update": 0.1}
-    alone = finished(case("single"), 1.0, parts_s=computing)
-    # Of 2.5 s: update takes less than alone, backward more. 0.05 + 0.9 + 0.55 s are beyond computing alone.
-    told = {"forward": 0.3, "backward": 1.5, "update": 0.05, "communication_exposed": 0.65}
-    rows = all_figures(
-        outcome(alone, finished(case("tf-mwms"), 2.5), finished(case("hvpipe-step"), 2.5, parts_s=told))
-    )
-    assert row("tf-mwms", rows).parts.beyond_alone_s == pytest.approx(1.5)
-    assert row("hvpipe-step", rows).parts.beyond_alone_s == pytest.approx(1.5)
-    assert row("hvpipe-step", rows).parts_s["computing_slowed"] == pytest.approx(0.9)
-
-
-def test_parts_are_of_the_rank_that_computes_slowest_for_all_systems() -> None:
-    # Rank 1 computes slowest. Rank 0's steps are slightly longer in one system by chance.
-    alone = Round(case("single"), 0, (rank([1.0]), rank([2.0])))
-    waits = rank([3.1], parts_s={"straggler": 1.0})
-    ours = Round(case("hvpipe-step"), 0, (waits, rank([3.0], parts_s={"straggler": 0.0})))
-    found = row("hvpipe-step", all_figures(outcome(ours, alone)))
-    assert (found.parts.rank, found.parts_s) == (1, {"straggler": 0.0})
-    assert found.parts.longest_wait_s == 1.0  # on rank 0
-    assert found.step_s == 3.1
-
-
-def test_parts_of_computing_alone_are_means_over_rounds() -> None:
-    first, second = (
-        finished(case("single"), 1.0, number=n, parts_s={"forward": 0.3, "backward": s, "update": 0.1})
-        for n, s in ((0, 0.5), (1, 0.7))
-    )
-    rows = all_figures(outcome(first, second, finished(case("tf-mwms"), 2.5)))
-    assert row("tf-mwms", rows).parts_s["backward"] == row("single", rows).parts_s["backward"]
-
-
-def test_a_known_input_time_alone_says_nothing_about_computing() -> None:
-    task = replace(TASK, epochs=3)
-    alone = finished(case("single", task=task), 1.0, parts_s={"input": 0.1})
-    ours = finished(case("hvpipe-step", task=task), 2.5, parts_s={"input": 0.2})
-    assert row("hvpipe-step", all_figures(outcome(alone, ours))).parts_s == {"input": 0.2}
 
 
 def test_means_are_as_defined() -> None:
@@ -323,7 +259,7 @@ def test_every_case_with_figures_has_one_row(parts: list[tuple[str, list[float]]
 
 def test_the_csv_has_a_row_for_each_case() -> None:
     rounds = (
-        finished(case("hvpipe-step"), 2.0, parts_s={"forward": 0.5}, accuracy=[0.5, 0.9]),
+        finished(case("hvpipe-step"), 2.0, accuracy=[0.5, 0.9]),
         Round(case("horovod"), 0, skipped="not installed"),
         Round(case("tf-ps"), 0, error="crashed"),
     )
@@ -333,9 +269,7 @@ def test_the_csv_has_a_row_for_each_case() -> None:
         ("horovod", "skipped"),
         ("tf-ps", "failed"),
     ]
-    assert {f"{part}_s" for part in PARTS} <= set(rows[0])
-    assert (rows[0]["step_s"], rows[0]["forward_s"], rows[0]["update_s"]) == ("2", "0.5", "")
-    assert (rows[0]["accuracy"], rows[1]["step_s"]) == ("0.9", "")
+    assert (rows[0]["step_s"], rows[0]["accuracy"], rows[1]["step_s"]) == ("2", "0.9", "")
     assert math.isclose(float(rows[0]["samples_per_s"]), 8)
 
 
@@ -345,7 +279,7 @@ def test_the_csv_shows_every_difference_between_cases() -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds)))))
     assert [(row["batch"], row["shares"], row["threads"]) for row in rows] == [
         ("8", "", "1"),
-        ("", "11+5", "2"),
+        ("8", "11+5", "2"),
     ]
     assert [row["key"] for row in rows] == [each.case.key for each in rounds]
     assert len({tuple(row.values()) for row in rows}) == 2

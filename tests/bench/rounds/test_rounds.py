@@ -1,4 +1,4 @@
-"""Rounds of the evaluation: processes that end together, where they run, the meter, parts of a step."""
+"""Rounds of the evaluation: processes that end together, where they run, the meter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -20,16 +20,14 @@ from bench.evaluation.journal import Journal
 from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import RealHosts
 from bench.launch.processes import Command, Ended, run_together
-from bench.rounds import meter, step_breakdown
-from bench.rounds.record import Case, RankRound, Round, Task
+from bench.rounds import meter
+from bench.rounds.record import Case, RankRound, Task
 from bench.rounds.round import run_round
 from bench.rounds.watch import StepWatch
 from bench.systems import SYSTEMS
 from bench.training.workloads import check
 from bench_rounds import outcome
 from hvpipe.commands.launch import exported_names
-from hvpipe.trace.events import Event, Trace
-from hvpipe.trace.timeline import Raw, events_of_rank
 
 
 def _python(name: str, code: str, directory: Path) -> Command:
@@ -253,135 +251,6 @@ def test_time_for_evaluation_is_not_part_of_the_timed_steps() -> None:
     assert 0 <= watch.rank_round().wall_s < 0.2
 
 
-def _span(category: str, start_s: float, end_s: float, rank: int = 0, name: str = "b0") -> Event:
-    return Event(name, category, rank, category, start_s, end_s)
-
-
-def test_parts_count_each_moment_once() -> None:
-    trace = Trace(
-        (
-            _span("step", 0, 100),  # not timed
-            _span("step", 100, 110),
-            _span("forward", 100, 103),
-            _span("backward", 103, 106),
-            _span("reduce", 105, 109),  # 1 s during backward, 3 s after it
-            _span("update", 109, 109.5),
-            _span("step", 200, 210, rank=1),
-            _span("reduce", 107, 109, rank=1),  # a straggler that starts 2 s later
-        )
-    )
-    found = step_breakdown.parts_of_trace(trace, rank=0, skip=1)
-    assert found == pytest.approx(
-        {
-            "forward": 3,
-            "backward": 3,
-            "update": 0.5,
-            "pack": 0,
-            "straggler": 1,  # 106 to 107; before that, rank 0 computes
-            "communication_exposed": 2,
-            "overhead": 0.5,
-            "communication_hidden": 1,
-        }
-    )
-
-
-def test_gradients_that_stay_on_a_gpu_give_no_parts() -> None:
-    raw: list[Raw] = [
-        ("mark", "step", 0, 0),
-        ("mark", "forward", 0.1, 0.1),
-        ("reduce", "a", 0.2, 0.9),
-        ("mark", "update a", 1.0, 1.0),
-    ]
-    assert step_breakdown.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0) == {}
-
-
-def test_an_update_that_waits_for_all_buckets_hides_nothing() -> None:
-    # Backward ends at 1.1. The second bucket's reduce takes 4 s more, then both buckets are updated.
-    raw: list[Raw] = [
-        ("mark", "step", 0, 0),
-        ("mark", "forward", 0.5, 0.5),
-        ("pack", "a", 1.0, 1.05),
-        ("pack", "b", 1.05, 1.1),
-        ("reduce", "a", 1.1, 1.2),
-        ("reduce", "b", 1.2, 5.2),
-        ("mark", "update a", 5.3, 5.3),
-        ("mark", "update b", 5.4, 5.4),
-    ]
-    found = step_breakdown.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0)
-    assert found == pytest.approx(
-        {
-            "forward": 0.5,
-            "backward": 0.6,
-            "update": 0.2,
-            "pack": 0,
-            "straggler": 0,
-            "communication_exposed": 4.1,
-            "overhead": 0,
-            "communication_hidden": 0,
-        },
-        abs=1e-9,
-    )
-
-
-def _measured(system: str, step_s: float, parts_s: dict[str, float]) -> Round:
-    rank = RankRound(step_s=[step_s], wall_s=step_s, cpu_share=1, peak_bytes=1, parts_s=parts_s)
-    return Round(Case(system, "c", 1, Task("digits", 8)), 0, (rank,))
-
-
-def test_parts_of_a_system_without_a_trace_come_from_computing_alone() -> None:
-    alone = _measured("single", 6.0, {"input": 0.5, "forward": 2.0, "backward": 3.0, "update": 1.0})
-    found = step_breakdown.against_alone(_measured("horovod", 10.0, {"input": 0.5}), alone).ranks[0].parts_s
-    assert found == {
-        "input": 0.5,
-        "forward": 2.0,
-        "backward": 3.0,
-        "update": 1.0,
-        "beyond_computing_alone": 3.5,
-    }
-
-
-def test_a_single_run_without_all_computing_parts_is_no_reference() -> None:
-    # In training by epochs `single` times only its input.
-    alone = _measured("single", 6.0, {"input": 0.5})
-    mine = _measured("hvpipe-step", 10.0, {"input": 0.5})
-    assert step_breakdown.against_alone(mine, alone) == mine
-
-
-def test_a_forward_that_waits_for_weights_is_corrected() -> None:
-    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
-    mine = {"forward": 4.5, "backward": 3.0, "update": 0.5, "communication_exposed": 1.0}
-    # Reduces overlap forward and backward for 4 s. For 2.5 s of these, forward only waited.
-    mine["communication_hidden"] = 4.0
-    found = step_breakdown.against_alone(_measured("hvpipe-step", 9.0, mine), alone).ranks[0].parts_s
-    assert found == {
-        "forward": 2.0,
-        "backward": 3.0,
-        "update": 0.5,
-        "communication_exposed": 3.5,
-        "communication_hidden": 1.5,
-        "computing_slowed": 0.0,
-    }
-
-
-def test_slowed_computing_is_counted_apart_from_computing() -> None:
-    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
-    told = {"forward": 2.0, "backward": 5.0, "update": 1.25, "communication_exposed": 1.75}
-    ours = step_breakdown.against_alone(_measured("hvpipe-step", 10.0, told), alone).ranks[0].parts_s
-    peer = step_breakdown.against_alone(_measured("horovod", 10.0, {}), alone).ranks[0].parts_s
-    assert ours == {
-        "forward": 2.0,
-        "backward": 3.0,
-        "update": 1.0,
-        "communication_exposed": 1.75,
-        "communication_hidden": 0.0,
-        "computing_slowed": 2.25,
-    }
-    assert {part: ours[part] for part in ("forward", "backward", "update")} == {
-        part: peer[part] for part in ("forward", "backward", "update")
-    }
-    assert peer["beyond_computing_alone"] == 4.0
-
-
 @pytest.mark.parametrize(
     ("task", "received"),
     [
@@ -432,19 +301,3 @@ def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> No
     assert not round_.ok
     assert "horovod" in round_.skipped
     assert "make peers" in round_.skipped
-
-
-def test_parts_add_up_to_a_step_with_its_share_of_the_drain() -> None:
-    """This holds for parts from hvpipe's trace and for parts derived from computing alone."""
-    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
-    rank = RankRound(step_s=[1.0, 10.0, 10.0], wall_s=9.0, cpu_share=1, peak_bytes=1)
-    peer = replace(_measured("horovod", 10.0, {}), ranks=(rank,))
-    assert sum(step_breakdown.against_alone(peer, alone).ranks[0].parts_s.values()) == 9.0
-    # One warm-up step and three timed steps. The last one is drained until 4.5 s.
-    raw: list[Raw] = [("mark", "begin", float(n), float(n)) for n in range(4)]
-    raw += [("mark", "forward", n + 0.5, n + 0.5) for n in range(4)]
-    raw += [("pack", "b", n + 0.8, n + 0.9) for n in range(4)]
-    raw += [("reduce", "b", n + 0.9, n + 1.5) for n in range(4)]
-    found = step_breakdown.parts_of_trace(Trace(events_of_rank(raw, 0)), 0, skip=1)
-    whole_s = sum(seconds for part, seconds in found.items() if part != "communication_hidden")
-    assert whole_s == pytest.approx(3.5 / 3)

@@ -60,7 +60,6 @@ def _check(round_: Round, task: Task) -> None:
         # The clocks are not read at the same moment, so steps may differ by a millisecond.
         assert 0 < rank.cpu_share * rank.wall_s < (os.cpu_count() or 1) * (rank.wall_s + 0.002)
         assert rank.peak_bytes > 100e6
-        assert rank.parts_s["input"] > 0
     assert "TensorFlow" in round_.versions
     assert Round.from_dict(round_.to_dict()) == round_
 
