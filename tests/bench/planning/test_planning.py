@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.planning.branches import gain, longest_share
 from bench.planning.command import all_cases, equal_links, main, measured_links, planning_time_s
 from bench.planning.report import PlanningCase, PlanningReport, Result
 from hvpipe.specs.cluster import Cluster
-from hvpipe.specs.profile import Profile
-from model_graphs import chain
 
 
 def result(of_exact: float, speedup: float | None, limits: str = "equal") -> Result:
@@ -73,11 +70,3 @@ def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     PlanningReport(8, 100, (result(1.0, 2.0), result(1.21, None, "short")), {}).plot(tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_branches_gain_at_most() -> None:
-    """Half the time on the longest path: four devices in two levels, 8 + 1 turns instead of 8 + 3."""
-    assert gain(0.5, 4, 8) == pytest.approx(11 / 9)
-    assert gain(1.0, 4, 8) == 1
-    a, b, c = chain(3, 6, 3).layers
-    assert longest_share(Profile((a, b, c), ((0, 2), (1, 2)))) == pytest.approx(9 / 12)
