@@ -1,17 +1,15 @@
-"""How good greedy plans are, against the optimum and random placements, and how long planning takes.
+"""How good greedy plans are, against the optimum and random placements.
 
-``python -m bench.planning --json FILE --png FILE``. ``--only quality`` leaves out the planning times, which
-other work on the machine would spoil.
+``python -m bench.planning --json FILE --png FILE``.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 
 from bench.metrics import median
@@ -24,7 +22,6 @@ from hvpipe.plan.greedy import partition
 from hvpipe.plan.memory_shortage import least_memory_bytes
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.specs.cluster import Cluster, Link, equal_cluster
-from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.specs.profile import Profile
 
 _PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
@@ -43,13 +40,12 @@ _LIMITS = {
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.planning",
-        description="Measure how good plans are, and how long planning takes.",
+        description="Measure how good plans are.",
     )
     parser.add_argument("--models", default=",".join(_MODELS), help=f"(default: {','.join(_MODELS)})")
     parser.add_argument("--devices", default="4,8", help="numbers of devices (default: 4,8)")
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step (default: 8)")
     parser.add_argument("--draws", type=int, default=100, help="random placements of a case (default: 100)")
-    parser.add_argument("--only", choices=("quality", "time"), help="one half (default: both)")
     parser.add_argument("--json", type=Path, help="write every case there")
     parser.add_argument("--png", type=Path, help="write a plot there")
     return parser
@@ -59,16 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return 0."""
     options = _parser().parse_args(argv)
     devices = [int(count) for count in options.devices.split(",")]
-    cases = list(all_cases(options.models.split(","), devices)) if options.only != "time" else []
+    cases = list(all_cases(options.models.split(","), devices))
     how = Pipelining("1f1b", options.microbatches)
     results = tuple(_shown(cases, lambda case: measure(case, how, options.draws)))
-    timed = _timed() if options.only != "quality" else {}
-    planning_s = {what: planning_time_s(*case) for what, case in timed.items()}
-    report = PlanningReport(options.microbatches, options.draws, results, planning_s)
+    report = PlanningReport(options.microbatches, options.draws, results)
     print(report.to_text())
     if options.json:
         options.json.write_text(report.to_json() + "\n")
-    if options.png and results:
+    if options.png:
         report.plot(options.png)
     return 0
 
@@ -91,41 +85,6 @@ def measure(case: PlanningCase, how: Pipelining, draws: int) -> Result:
         greedy_step_s=forecast(greedy, profile, cluster).step_s,
         random_step_s=_random_step_s(profile, cluster, how, draws),
     )
-
-
-def _timed() -> dict[str, tuple[int, Cluster]]:
-    """Return the number of layers and the devices of each timed case."""
-    return {
-        "700 layers, 8 devices": (700, equal_links(8)),
-        "700 layers, 8 devices, measured links": (700, measured_links(8)),
-        "10,000 layers, 64 devices": (10_000, equal_links(64)),
-    }
-
-
-def equal_links(devices: int) -> Cluster:
-    """Return devices of three speeds with equal links."""
-    return equal_cluster(devices, Link(0.01, 1.0), speeds=_UNEQUAL)
-
-
-def measured_links(devices: int) -> Cluster:
-    """Return a cluster as `hvpipe profile` finds it: no two devices or links are equal."""
-    equal = equal_links(devices)
-    hosts = tuple(
-        replace(host, devices=tuple(replace(d, speed=d.speed * (1 + index / 100)) for d in host.devices))
-        for index, host in enumerate(equal.hosts)
-    )
-    pairs = combinations([device.name for device in equal.devices], 2)
-    links = [(a, b, Link(0.01, 1 + number / 1000)) for number, (a, b) in enumerate(pairs)]
-    return replace(equal, hosts=hosts, measured=tuple(links))
-
-
-def planning_time_s(layers: int, cluster: Cluster) -> float:
-    """Return the seconds to plan a synthetic model of uneven layers, with a stage on every device."""
-    costs = (LayerCost(f"l{i}", 1 + i % 7, 2 + i % 5, output_bytes=i % 3) for i in range(layers))
-    profile = Profile(tuple(costs), tuple((i, i + 1) for i in range(layers - 1)))
-    start_s = time.perf_counter()
-    partition(profile, cluster, len(cluster.devices))
-    return time.perf_counter() - start_s
 
 
 def _cluster(case: PlanningCase, profile: Profile, how: Pipelining) -> Cluster:
