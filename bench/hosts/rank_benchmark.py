@@ -40,15 +40,13 @@ def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_output_arguments(parser: argparse.ArgumentParser, sample: str, *, plot: bool = True) -> None:
+def add_output_arguments(parser: argparse.ArgumentParser, sample: str) -> None:
     """Add the options that end a run and keep its results. `sample` is what the JSON has many of."""
     parser.add_argument(
         "--timeout", type=float, default=3600.0, help="seconds until the run is ended (default: 3600)"
     )
     parser.add_argument("--json", type=Path, help=f"write every {sample} to this file")
-    parser.set_defaults(kept=f"{sample}s", plot=None)
-    if plot:
-        parser.add_argument("--plot", type=Path, help="write a PNG to this file")
+    parser.set_defaults(kept=f"{sample}s")
     # For a rank that the command starts: where its report goes, and how the report describes the hosts.
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--where", default="as launched", help=argparse.SUPPRESS)
@@ -145,6 +143,3 @@ def _show(report: Report, arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         arguments.json.write_text(report.to_json())
         print(f"{arguments.kept}: {arguments.json}")
-    if arguments.plot is not None:
-        report.plot(arguments.plot)  # type: ignore[attr-defined]
-        print(f"plot: {arguments.plot}")

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="steps of a plan in a round (default: 3)")
     parser.add_argument("--threads", type=int, default=1, help="of a TensorFlow operation (default: 1)")
-    rank_benchmark.add_output_arguments(parser, "step", plot=False)
+    rank_benchmark.add_output_arguments(parser, "step")
     return parser
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -142,12 +141,6 @@ def test_all_reduce_report_round_trip_and_text() -> None:
     assert all(part in text for part in ("4 KB", "9.00x", "of copy"))
     # 4 MiB in 100 us on 2 ranks.
     assert "41.94" in text
-
-
-def test_plots_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    one_host_report().plot(tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
