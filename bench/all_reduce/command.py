@@ -1,7 +1,7 @@
 """All-reduce bandwidth: hvpipe against MPI_Allreduce, and against what memory or the link gives.
 
 ``python -m bench.all_reduce --ranks 2`` measures this host. ``--hosts 4 --rate 300mbit`` or ``--spec FILE``
-measures a virtual cluster, with iperf3 before and after. Under a launcher, as in
+measures a virtual cluster, and its link before and after. Under a launcher, as in
 ``mpirun -np 8 python -m bench.all_reduce``, it measures the launcher's ranks. MPI_Allreduce runs as it is,
 and with the best of Open MPI's algorithms for each size. Bandwidths are defined as in nccl-tests (see
 metrics.py).
@@ -104,5 +104,4 @@ def _drive(arguments: argparse.Namespace, words: list[str]) -> AllReduceReport:
             rates.append(measure_two_way(cluster, spec.hosts[0].name, spec.hosts[-1].name))
     if not rates:
         return report
-    bits_per_s = sum(rate.bits_per_s for rate in rates) / len(rates)
-    return replace(report, link_bits_per_s=bits_per_s, link_tool=rates[0].tool)
+    return replace(report, link_bits_per_s=sum(rate.bits_per_s for rate in rates) / len(rates))

@@ -59,7 +59,6 @@ class AllReduceReport:
     mpi: str
     rows: tuple[Row, ...]
     link_bits_per_s: float | None = None
-    link_tool: str | None = None
 
     @property
     def contenders(self) -> list[str]:
@@ -121,7 +120,6 @@ class AllReduceReport:
             data["mpi"],
             rows,
             data["link_bits_per_s"],
-            data["link_tool"],
         )
 
     def to_text(self) -> str:
@@ -148,8 +146,6 @@ class AllReduceReport:
             lines.append(line + ([row.algorithm] if "mpi-best" in self.contenders else []))
         head = f"{self.ranks} ranks, {self.where}, {self.mpi}; float32, sum, in place, verified"
         if self.link_bits_per_s is not None:
-            head += (
-                f"; link {self.link_bits_per_s / 1e6:.1f} Mb/s each way, both ways busy ({self.link_tool})"
-            )
+            head += f"; link {self.link_bits_per_s / 1e6:.1f} Mb/s each way, both ways busy"
         figures = "\n".join(f"{name} = {value:.3f}" for name, value in self.summary().items())
         return f"{head}\n{table(header, lines)}\n{figures}"

@@ -149,7 +149,7 @@ def _outcome(path: Path, lines: list[bytes]) -> EvaluationOutcome:
         return EvaluationOutcome(
             setting_from_dict(of["setting"][0]),
             tuple(Round.from_dict(each) for each in of.get("round", [])),
-            tuple(LinkFacts(**each) for each in of.get("link", [])),
+            tuple(LinkFacts.from_dict(each) for each in of.get("link", [])),
             tuple(pipeline_from_dict(each) for each in of.get("pipeline", [])),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -92,7 +92,7 @@ class EvaluationOutcome:
             return EvaluationOutcome(
                 setting_from_dict(data["setting"]),
                 tuple(Round.from_dict(each) for each in data["rounds"]),
-                tuple(LinkFacts(**each) for each in data["links"]),
+                tuple(LinkFacts.from_dict(each) for each in data["links"]),
                 tuple(pipeline_from_dict(each) for each in data["pipelines"]),
             )
         except OutcomeError:

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from bench.cluster.link_rate import TwoWayRate, measure_own_stream, measure_two_way
+from bench.cluster.link_rate import measure_two_way
 from bench.cluster.spec import format_rate
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import ClusterError
@@ -42,8 +43,13 @@ class LinkFacts:
     latency_s: float | None = None
     bits_per_s: float | None = None
     two_way_bits_per_s: float | None = None  # each way, with both directions busy
-    tool: str = ""
     why: str = ""
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> LinkFacts:
+        """Read what asdict returned, perhaps through JSON. Older results have more keys."""
+        names = {field.name for field in fields(LinkFacts)}
+        return LinkFacts(**{key: value for key, value in data.items() if key in names})
 
     @property
     def keeps_its_limit(self) -> bool:
@@ -65,7 +71,6 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
     found = []
     for host, first in zip(named[1:], firsts, strict=True):
         latency_s, bits_per_s = fits[first]
-        two_way = _two_way(hosts, named[0].name, host.name, seconds)
         found.append(
             LinkFacts(
                 cluster,
@@ -74,8 +79,7 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
                 _slower(hosts, host.name),
                 latency_s,
                 bits_per_s,
-                None if two_way is None else two_way.bits_per_s,
-                "" if two_way is None else two_way.tool,
+                _two_way(hosts, named[0].name, host.name, seconds),
             )
         )
     for link in found:
@@ -89,11 +93,9 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
     return found
 
 
-def _two_way(hosts: Hosts, first: str, second: str, seconds: float) -> TwoWayRate | None:
+def _two_way(hosts: Hosts, first: str, second: str, seconds: float) -> float | None:
     try:
-        if isinstance(hosts, VirtualCluster):
-            return measure_two_way(hosts, first, second, seconds=seconds)
-        return measure_own_stream(hosts, first, second, seconds)
+        return measure_two_way(hosts, first, second, seconds=seconds).bits_per_s
     except (ClusterError, OSError, ValueError, subprocess.SubprocessError) as error:
         print(f"{first} to {second}: both ways at once not measured, {error}", file=sys.stderr)
         return None

@@ -271,10 +271,9 @@ def links(outcome: EvaluationOutcome) -> str:
         ]
         for each in outcome.links
     ]
-    tools = ", ".join(dict.fromkeys(each.tool for each in outcome.links if each.tool))
     words = (
-        f"Two-way is the rate of each direction with both busy{f' ({tools})' if tools else ''}. Latency "
-        "and bandwidth are fitted to a ping-pong of MPI messages from 1 B to 8 MB."
+        "Two-way is the rate of each direction with both busy. Latency and bandwidth are fitted to a "
+        "ping-pong of MPI messages from 1 B to 8 MB."
     )
     header = ["cluster", "between", "set", "two-way", "latency", "bandwidth"]
     return element("p", words) + table(header, rows)

@@ -118,7 +118,7 @@ def test_all_reduce_summary_on_one_host() -> None:
 def test_all_reduce_summary_on_links_counts_from_4_mb() -> None:
     # 4 ranks: 12.5 MB in 1.6 s are 93.75 Mb/s of bus bandwidth, on links of 100 Mb/s.
     rows = (Row(MB, {"hvpipe": [1e3]}, [1.0]), Row(12_500_000, {"hvpipe": [1.6]}, [1.0]))
-    summary = AllReduceReport(4, "4 hosts", 4, "Open MPI", rows, 100e6, "iperf3").summary()
+    summary = AllReduceReport(4, "4 hosts", 4, "Open MPI", rows, 100e6).summary()
     assert summary == {
         "hvpipe_least_fraction_of_link": pytest.approx(0.9375),
         "hvpipe_mean_fraction_of_link": pytest.approx(0.9375),
@@ -128,7 +128,7 @@ def test_all_reduce_summary_on_links_counts_from_4_mb() -> None:
 def test_ranks_of_a_host_share_its_link() -> None:
     # 2 hosts with 2 ranks each: the link carries the buffer once (2 (2 - 1) / 2), not 1.5 times.
     rows = (Row(12_500_000, {"hvpipe": [1.0]}, [1.0]),)
-    report = AllReduceReport(4, "2 hosts", 2, "Open MPI", rows, 200e6, "iperf3")
+    report = AllReduceReport(4, "2 hosts", 2, "Open MPI", rows, 200e6)
     assert report.bus(rows[0], "hvpipe") == pytest.approx(18.75e6)
     assert report.fraction(rows[0], "hvpipe") == pytest.approx(0.5)
 

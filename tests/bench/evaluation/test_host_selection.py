@@ -183,12 +183,11 @@ def test_links_of_real_hosts_are_returned_through_the_shared_folder(
     hosts = RealHosts("a:2,localhost")
     (found,) = links.measure(hosts, "hosts", seconds=0.2)  # rank 2 is the first one on the second host
     assert (found.second, found.latency_s, found.bits_per_s) == ("localhost", 2e-5, 1e8)
-    assert found.tool == "own TCP stream"
     assert found.two_way_bits_per_s is not None
     assert found.two_way_bits_per_s > 1e6
     assert list(tmp_path.iterdir()) == []
     # If a host accepts no other connections, there is still the ping-pong.
-    monkeypatch.setattr(links, "measure_own_stream", lambda *_: json.loads("refused"))
+    monkeypatch.setattr(links, "measure_two_way", lambda *_, **__: json.loads("refused"))
     (found,) = links.measure(hosts, "hosts")
     assert (found.bits_per_s, found.two_way_bits_per_s) == (1e8, None)
 

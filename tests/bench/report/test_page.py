@@ -26,7 +26,7 @@ from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
 FOUR = ClusterFacts("4x1gbit", "4 hosts", 4, 1e9)
 PARTS = {"forward": 0.4, "backward": 0.5, "communication_exposed": 1.0, "communication_hidden": 0.5}
-LINK = LinkFacts("2x1gbit", "h0", "h1", 1e9, 3e-5, 9.5e8, 9.4e8, "iperf3 --bidir")
+LINK = LinkFacts("2x1gbit", "h0", "h1", 1e9, 3e-5, 9.5e8, 9.4e8)
 
 
 def everything() -> EvaluationOutcome:
