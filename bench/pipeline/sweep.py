@@ -20,7 +20,7 @@ from bench.pipeline.report import MeasuredPlan, PipelineReport
 
 _MODELS = {"resnet50": 64, "vgg16": 64, "transformer": 128}
 """Pixels or tokens by model."""
-_WHERE = ("gigabit-2", "homogeneous-2", "slow-cpu", "slow-link", "gigabit-4", "unequal-4")
+_WHERE = ("gigabit-2", "slow-cpu", "slow-link", "gigabit-4", "unequal-4")
 _CLOSE = 0.10  # relative to the simulated step
 _NEAR = 0.03  # relative to the fastest plan
 _INTERRUPTED = 130
