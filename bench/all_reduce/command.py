@@ -22,7 +22,6 @@ from bench.hosts import rank_benchmark
 from bench.metrics import parse_size, sizes
 
 _NAME = "bench.all_reduce"
-_ENGINES = ("mpi", "mpi-best", "hvpipe")
 # A link's token bucket lets 256 KB pass at once after a pause. Samples are so long that this weighs little.
 _LINK_SAMPLE_S = 0.3
 
@@ -31,12 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = rank_benchmark.make_parser(_NAME, "Measure all-reduce bandwidth.")
     parser.add_argument("--min", default="4K", help="smallest buffer (default: 4K)")
     parser.add_argument("--max", default="256M", help="largest buffer (default: 256M)")
-    parser.add_argument("--factor", type=int, default=4, help="between sizes (default: 4)")
-    parser.add_argument(
-        "--engines", default=",".join(_ENGINES), help=f"who takes part (default: {','.join(_ENGINES)})"
-    )
-    parser.add_argument("--seconds", type=float, default=2.0, help="time per size and engine (default: 2)")
-    parser.add_argument("--samples", type=int, default=5, help="minimum samples of a size (default: 5)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time per size and contender (default: 2)")
     parser.add_argument(
         "--sample-seconds", type=float, help="minimum length of a sample (default: 0.02; on links 0.3)"
     )
@@ -57,20 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    _engines(arguments), _sizes(arguments), parse_size(arguments.pool)
-
-
-def _engines(arguments: argparse.Namespace) -> tuple[str, ...]:
-    names = tuple(arguments.engines.split(","))
-    if not names or not set(names) <= set(_ENGINES) or len(set(names)) < len(names):
-        raise ValueError(
-            f"Engines must be of {', '.join(_ENGINES)}, each once. Received: engines={arguments.engines!r}"
-        )
-    return names
+    _sizes(arguments), parse_size(arguments.pool)
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
-    return tuple(sizes(parse_size(arguments.min), parse_size(arguments.max), arguments.factor))
+    return tuple(sizes(parse_size(arguments.min), parse_size(arguments.max)))
 
 
 def _measure(arguments: argparse.Namespace, ranks: int) -> AllReduceReport:
@@ -78,9 +63,7 @@ def _measure(arguments: argparse.Namespace, ranks: int) -> AllReduceReport:
 
     options = AllReduceOptions(
         sizes_bytes=_sizes(arguments),
-        contenders=_engines(arguments),
         seconds=arguments.seconds,
-        least_samples=arguments.samples,
         sample_s=0.02 if arguments.sample_seconds is None else arguments.sample_seconds,
         offset_bytes=arguments.offset,
         pool_bytes=parse_size(arguments.pool),

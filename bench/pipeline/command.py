@@ -39,8 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
     parser.add_argument("--batch", type=int, default=32, help="samples of a step (default: 32)")
     parser.add_argument("--microbatches", default="auto", help="a number (default: what greedy finds best)")
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--methods", default="greedy,random", help=f"some of {','.join(_METHODS)}")
     parser.add_argument("--seeds", type=int, default=2, help="how many random placements (default: 2)")
     parser.add_argument("--rounds", type=int, default=3)
@@ -84,9 +82,7 @@ def _measure(arguments: argparse.Namespace, ranks: int) -> PipelineReport:
     options = WorkerOptions(
         methods=_methods(arguments),
         seeds=arguments.seeds,
-        schedule=arguments.schedule,
         microbatches=_microbatches(arguments),
-        chunks=arguments.chunks,
         rounds=arguments.rounds,
         steps=arguments.steps,
     )
