@@ -25,7 +25,7 @@ _CASE = (
     *("ranks", "samples_per_step", "scaling", "epochs", "system", "state"),
 )
 _FIGURES = (
-    *("step_s", "spread", "noise", "wall_s", "samples_per_s", "first_step_s", "cpu_share", "peak_bytes"),
+    *("step_s", "noise", "wall_s", "samples_per_s", "first_step_s", "cpu_share", "peak_bytes"),
     *("sent_bytes", "rounds", "alone_s", "bound_s", "links_s", "links_rate", "efficiency", "over_bound"),
 )
 # Of hvpipe against the row's system, in the same group.

@@ -244,19 +244,6 @@ def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pyte
         run(tmp_path, Systems())
 
 
-def test_a_journal_without_software_versions_is_continued(tmp_path: Path) -> None:
-    run(tmp_path, Systems(stop_at=5))
-    journal = tmp_path / FILE
-    setting, *rounds = journal.read_text().splitlines(keepends=True)
-    older = json.loads(setting)
-    del older["software"]
-    journal.write_text("".join([json.dumps(older) + "\n", *rounds[:2]]))
-    systems = Systems()
-    evaluated = Evaluation(SUITE, HERE, systems, {}, SOFTWARE)
-    evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
-    assert systems.asked == ALL[2:]
-
-
 def test_a_complete_folder_is_reported(tmp_path: Path) -> None:
     assert "nothing left" not in run(tmp_path, Systems())[1]
     _, said = run(tmp_path, Systems())
