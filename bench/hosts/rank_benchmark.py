@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from bench.cluster.command import add_spec_arguments
 from bench.cluster.virtual_cluster import VirtualCluster
@@ -18,16 +18,11 @@ from bench.errors import ClusterError
 from bench.launch import mpirun
 from bench.launch.ranks import ends_all_ranks, run_ranks, started_as_rank
 
+if TYPE_CHECKING:
+    from bench.all_reduce.report import AllReduceReport
+    from bench.pipeline.report import PipelineReport
 
-class Report(Protocol):
-    """The result of a benchmark."""
-
-    def to_json(self) -> str: ...
-
-    def to_text(self) -> str: ...
-
-
-AnyReport = TypeVar("AnyReport", bound=Report)
+    Report = AllReduceReport | PipelineReport
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -58,8 +53,8 @@ def run_command(
     argv: Sequence[str] | None,
     *,
     check: Callable[[argparse.Namespace], object],
-    measure: Callable[[argparse.Namespace, int], AnyReport],
-    drive: Callable[[argparse.Namespace, list[str]], AnyReport | None],
+    measure: Callable[[argparse.Namespace, int], Report],
+    drive: Callable[[argparse.Namespace, list[str]], Report | None],
 ) -> int:
     """Run a benchmark's command line and return its exit code.
 
@@ -128,7 +123,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace, int], AnyReport]) -> None:
+def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace, int], Report]) -> None:
     """Do a rank's part. An error on any rank ends them all."""
     with ends_all_ranks() as world:
         report = measure(arguments, world.size)
