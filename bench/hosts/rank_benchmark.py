@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.cluster.command import add_spec_arguments
+from bench.cluster.spec import add_spec_arguments
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import ClusterError
 from bench.launch import mpirun

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from bench import metrics
-from bench.all_reduce import command as all_reduce
+from bench.all_reduce import __main__ as all_reduce
 from bench.all_reduce.report import AllReduceReport, Row
 from bench.cluster.two_way_stream import measure, serve
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import cpu, network, state
-from bench.cluster.command import main
+from bench.cluster.__main__ import main
 from bench.cluster.link_rate import measure_two_way
 from bench.cluster.rank_command import rank_command
 from bench.cluster.spec import ClusterSpec, HostSpec, equal_hosts, format_rate, parse_rate, read_spec

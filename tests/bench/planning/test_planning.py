@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.planning.command import all_cases, main
+from bench.planning.__main__ import all_cases, main
 from bench.planning.report import PlanningCase, PlanningReport, Result
 
 
