@@ -53,18 +53,18 @@ def relative_spread(values: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def sizes(smallest_bytes: int, largest_bytes: int, factor: int = 4) -> list[int]:
-    """Return the sizes of a sweep. The largest is included even if the factor jumps over it."""
-    if smallest_bytes < 4 or largest_bytes < smallest_bytes or factor < 2:
+def sizes(smallest_bytes: int, largest_bytes: int) -> list[int]:
+    """Return the sizes of a sweep, each four times the one before. The largest is always included."""
+    if smallest_bytes < 4 or largest_bytes < smallest_bytes:
         raise ValueError(
-            "A sweep needs 4 <= smallest <= largest bytes and a factor of at least 2. "
-            f"Received: smallest={smallest_bytes}, largest={largest_bytes}, factor={factor}"
+            "A sweep needs 4 <= smallest <= largest bytes. "
+            f"Received: smallest={smallest_bytes}, largest={largest_bytes}"
         )
     sweep = []
     size = smallest_bytes
     while size < largest_bytes:
         sweep.append(size)
-        size *= factor
+        size *= 4
     return [*sweep, largest_bytes]
 
 

@@ -1,10 +1,9 @@
-"""The result of an all-reduce benchmark: samples by size and contender, as a table, JSON and a plot."""
+"""The result of an all-reduce benchmark: samples by size and contender, as a table and JSON."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.metrics import (
@@ -60,7 +59,6 @@ class AllReduceReport:
     mpi: str
     rows: tuple[Row, ...]
     link_bits_per_s: float | None = None
-    link_tool: str | None = None
 
     @property
     def contenders(self) -> list[str]:
@@ -122,7 +120,6 @@ class AllReduceReport:
             data["mpi"],
             rows,
             data["link_bits_per_s"],
-            data["link_tool"],
         )
 
     def to_text(self) -> str:
@@ -149,38 +146,6 @@ class AllReduceReport:
             lines.append(line + ([row.algorithm] if "mpi-best" in self.contenders else []))
         head = f"{self.ranks} ranks, {self.where}, {self.mpi}; float32, sum, in place, verified"
         if self.link_bits_per_s is not None:
-            head += (
-                f"; link {self.link_bits_per_s / 1e6:.1f} Mb/s each way, both ways busy ({self.link_tool})"
-            )
+            head += f"; link {self.link_bits_per_s / 1e6:.1f} Mb/s each way, both ways busy"
         figures = "\n".join(f"{name} = {value:.3f}" for name, value in self.summary().items())
         return f"{head}\n{table(header, lines)}\n{figures}"
-
-    def plot(self, path: Path) -> None:
-        """Plot bus bandwidth over size: a line for each contender, and the limit of the medium."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-        x = [row.size_bytes for row in self.rows]
-        names = {"mpi": "MPI_Allreduce", "mpi-best": "MPI_Allreduce, best algorithm"}
-        for who, marker in zip(self.contenders, "osd^", strict=False):
-            axes.plot(
-                x, [self.bus(row, who) / 1e9 for row in self.rows], marker=marker, label=names.get(who, who)
-            )
-        if self.link_bits_per_s is not None:
-            axes.axhline(self.link_bits_per_s / 8e9, color="grey", linestyle="--", label=f"{self.link_tool}")
-        else:
-            copies = [
-                algorithm_bandwidth(row.size_bytes, median(row.copy_samples_s)) / 1e9 for row in self.rows
-            ]
-            axes.plot(x, copies, color="grey", linestyle="--", label="plain copy, all ranks at once")
-        axes.set(xscale="log", yscale="log", ylabel="bus bandwidth (GB/s)", xlabel="buffer")
-        axes.set_xticks(x, [format_size(size) for size in x], rotation=45)
-        axes.minorticks_off()
-        axes.set_title(f"all-reduce, {self.ranks} ranks, {self.where}", fontsize="medium")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)

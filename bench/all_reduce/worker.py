@@ -22,25 +22,23 @@ InPlaceSum = Callable[[Buffer], Any]
 
 _PAGE_BYTES = 4096
 _MOST_BUFFERS = 4096
+_LEAST_SAMPLES, _MOST_SAMPLES = 5, 50  # of a size
 _PROBES = 3  # operations by which the best algorithm is found, for each algorithm and size
 _PATTERN = 251  # values stay below 2^24 when summed, so float32 is exact in any order
 
 
 @dataclass(frozen=True)
 class AllReduceOptions:
-    """Which sizes, which contenders, and for how long: samples of each until `seconds` are spent on a size.
+    """Which sizes, and for how long: samples of each contender until `seconds` are spent on a size.
 
     Operations shorter than sample_s are timed several at once. Buffers begin offset_bytes after a page.
     """
 
     sizes_bytes: tuple[int, ...]
-    contenders: tuple[str, ...] = ("mpi", "mpi-best", "hvpipe")
     seconds: float = 2.0
-    least_samples: int = 5
     sample_s: float = 0.02
     offset_bytes: int = 0
     pool_bytes: int = 0
-    most_samples: int = 50
 
 
 class BestOfMpi:
@@ -64,20 +62,16 @@ class BestOfMpi:
         self.chosen = min(times, key=lambda name: median(times[name]))
 
 
-def contenders(names: tuple[str, ...]) -> dict[str, InPlaceSum]:
+def contenders() -> dict[str, InPlaceSum]:
     """Return the operations by name. MPI's is in place as well, which is its faster form here."""
-    made: dict[str, InPlaceSum] = {}
-    for name in names:
-        if name == "mpi":
-            made[name] = partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE)
-        elif name == "mpi-best":
-            made[name] = BestOfMpi()
-        else:
-            import hvpipe
+    import hvpipe
 
-            hvpipe.init()
-            made[name] = lambda buffer: hvpipe.allreduce(buffer, op="sum", out=buffer)
-    return made
+    hvpipe.init()
+    return {
+        "mpi": partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE),
+        "mpi-best": BestOfMpi(),
+        "hvpipe": lambda buffer: hvpipe.allreduce(buffer, op="sum", out=buffer),
+    }
 
 
 def aligned(elements: int, value: float, offset_bytes: int) -> Buffer:
@@ -139,9 +133,9 @@ def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], options: Al
     """Verify each contender, then take samples of them and of a plain copy in turn."""
     # Sums of zeros stay zeros. Memory is touched before it is timed.
     buffers, targets = pool(size_bytes, 0, options), pool(size_bytes, 1, options)
-    best = operations.get("mpi-best")
-    if isinstance(best, BestOfMpi):
-        best.choose(buffers, options)
+    best = operations["mpi-best"]
+    assert isinstance(best, BestOfMpi)
+    best.choose(buffers, options)
     for name, operation in operations.items():
         verify(operation, name, size_bytes)
     turns: dict[str, InPlaceSum] = {**operations, "copy": lambda source: np.copyto(next(targets), source)}
@@ -149,22 +143,22 @@ def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], options: Al
     samples: dict[str, list[float]] = {name: [] for name in turns}
     world = MPI.COMM_WORLD
     deadline = time.perf_counter() + options.seconds * len(operations)
-    for count in range(options.most_samples):
+    for count in range(_MOST_SAMPLES):
         late = world.bcast(time.perf_counter() > deadline)  # rank 0 decides for all
-        if count >= options.least_samples and late:
+        if count >= _LEAST_SAMPLES and late:
             break
         for name, operation in turns.items():
             samples[name].append(_sample(operation, buffers, times[name]))
     copies = samples.pop("copy")
     for name, operation in operations.items():
         verify(operation, name, size_bytes)
-    return Row(size_bytes, samples, copies, best.chosen if isinstance(best, BestOfMpi) else "")
+    return Row(size_bytes, samples, copies, best.chosen)
 
 
 def measure(options: AllReduceOptions, where: str, say: Callable[[str], None]) -> AllReduceReport:
     """Measure every size in turn. All ranks call this and get the report. `say` is called on rank 0."""
     world = MPI.COMM_WORLD
-    operations = contenders(options.contenders)
+    operations = contenders()
     rows = []
     for size_bytes in options.sizes_bytes:
         if world.rank == 0:

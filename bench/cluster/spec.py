@@ -4,6 +4,7 @@ TOML.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from dataclasses import asdict, dataclass
@@ -152,3 +153,34 @@ def _host(path: Path, index: int, table: dict[str, Any]) -> HostSpec:
             f"{path}: cpus and slots must be numbers. Received: cpus={cpus!r}, slots={slots!r}"
         )
     return HostSpec(name, parse_rate(rate), None if cpus is None else float(cpus), slots)
+
+
+def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a cluster, for every command that can bring one up."""
+    parser.add_argument("--hosts", type=int, help="number of equal hosts, h0, h1, ...")
+    parser.add_argument(
+        "--rate", default="unlimited", help="rate of each link, e.g. 300mbit (default: unlimited)"
+    )
+    parser.add_argument(
+        "--cpus", type=float, help="CPU time of each host in cores, e.g. 0.5 (default: no limit)"
+    )
+    parser.add_argument("--slots", type=int, default=1, help="ranks for each host (default: 1)")
+    parser.add_argument(
+        "--spec", type=Path, help="instead of --hosts: a TOML file with a [[host]] table for each host"
+    )
+
+
+def spec_from_arguments(arguments: argparse.Namespace) -> ClusterSpec:
+    """Return the cluster that --spec or --hosts describes."""
+    if arguments.spec is not None:
+        if arguments.hosts is not None:
+            raise ClusterError(
+                f"Give --spec or --hosts. Received: spec={arguments.spec}, hosts={arguments.hosts}"
+            )
+        return read_spec(arguments.spec)
+    return equal_hosts(
+        2 if arguments.hosts is None else arguments.hosts,
+        arguments.rate,
+        cpus=arguments.cpus,
+        slots=arguments.slots,
+    )

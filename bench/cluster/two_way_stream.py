@@ -1,4 +1,4 @@
-"""A TCP stream both ways between two processes, which link_rate runs in two hosts without iperf3."""
+"""A TCP stream both ways between two processes, which link_rate runs in two hosts."""
 
 from __future__ import annotations
 

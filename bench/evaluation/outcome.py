@@ -30,7 +30,7 @@ class ClusterFacts:
 class Setting:
     """Which suite ran, on what, and since when. A resumed run must have the same `plan`, the suite as data.
 
-    `software` has versions by name (bench.evaluation.software); it is empty in older results.
+    `software` has versions by name (bench.evaluation.software).
     """
 
     suite: str

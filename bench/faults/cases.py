@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -161,15 +161,11 @@ def _state(output: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-_references: dict[int, str | None] = {}
-
-
-def _reference(ranks: int) -> str | None:
+@cache
+def _reference(ranks: int, *options: object) -> str | None:
     """Return the weights of a job without a fault."""
-    if ranks not in _references:
-        with _folder() as folder:
-            _references[ranks] = _state(_run(_hvpipe_run(ranks, folder)).output)
-    return _references[ranks]
+    with _folder() as folder:
+        return _state(_run(_hvpipe_run(ranks, folder, *options)).output)
 
 
 def _judge_end(ended: _Ended, folder: Path, deadline_s: float, says: Sequence[str]) -> Trial:
@@ -192,8 +188,10 @@ def _judge_end(ended: _Ended, folder: Path, deadline_s: float, says: Sequence[st
     return Trial(problem, max(0.0, after_s), ended.output)
 
 
-def _judge_going_on(ended: _Ended, folder: Path, ranks: int, says: str = "") -> Trial:
-    """The job must end as without a fault."""
+def _judge_going_on(
+    ended: _Ended, folder: Path, ranks: int, says: str = "", options: Sequence[object] = ()
+) -> Trial:
+    """The job must end as one with these options and without a fault."""
     problem = (
         "it hung"
         if ended.code is None
@@ -202,7 +200,7 @@ def _judge_going_on(ended: _Ended, folder: Path, ranks: int, says: str = "") -> 
         else "nothing was broken"
         if not _broken_s(folder)
         else "other weights"
-        if _state(ended.output) is None or _state(ended.output) != _reference(ranks)
+        if _state(ended.output) is None or _state(ended.output) != _reference(ranks, *options)
         else f"it does not say {says!r}"
         if says not in ended.output
         else ""
@@ -298,26 +296,17 @@ def _link(down_s: float | None, phase: str, chance: random.Random) -> Trial:
                 set_link("up")
 
         at = chance.randrange(1, 10)
-        options = ("--fault", "mark", "--phase", phase, "--at", at, "--pause", 0.02, "--steps", 40)
+        steps = ("--steps", 40)
+        options = ("--fault", "mark", "--phase", phase, "--at", at, "--pause", 0.02, *steps)
         agent = ("--rsh-agent", str(cluster.ssh), "--net", network.SUBNET)
         started = _hvpipe_run(2, folder, *options)
         started[4:6] = ["--hosts", "h0:1,h1:1", *agent]
         command = cluster.host_command("h0", started)
+        ended = _run(command, during)
         if down_s is None:
-            ended = _run(command, during)
             says = "HVPIPE_SHUTDOWN_TIMEOUT" if phase == "flush" else "DeadlineError"
             return _judge_end(ended, folder, DEADLINE_S, (says, "rank "))
-        ended = _run(command, during)
-        if 40 not in _longer:
-            with _folder() as other:
-                _longer[40] = _state(_run(_hvpipe_run(2, other, "--steps", 40)).output)
-        code, state = ended.code, _state(ended.output)
-        problem = "it hung" if code is None else f"it ended with {code}" if code else ""
-        problem = problem or ("" if state is not None and state == _longer[40] else "other weights")
-        return Trial(problem, 0.0, ended.output)
-
-
-_longer: dict[int, str | None] = {}
+        return _judge_going_on(ended, folder, 2, options=steps)
 
 
 def _whole_job(phase: str, chance: random.Random) -> Trial:

@@ -31,7 +31,7 @@ _HANG_S = 240.0  # without the end of an epoch
 _WARM_S = 20.0  # after which the memory of a rank should not grow
 _FLAT = 1.05  # the last quarter against the first
 _STOPS, _KILLS, _ENDS = "SIGSTOP of a rank for 0.1 to 3 s", "SIGKILL of a rank", "SIGKILL of mpirun"
-_IN_ALL = 65  # of so many faults, one ends the job and `kills` end a rank
+_OFTEN = {_STOPS: 60, _KILLS: 4, _ENDS: 1}
 _JOINS = "hvpipe join -np 4, with two ranks left"
 
 
@@ -42,7 +42,6 @@ class _Soak:
     folder: Path
     process: subprocess.Popen[bytes]
     chance: random.Random
-    kills: int
     ranks: int = RANKS
     complete_s: float = field(default_factory=time.monotonic)  # when so many were last seen
     faults: Counter[str] = field(default_factory=Counter)
@@ -78,8 +77,7 @@ class _Soak:
 
     def break_something(self) -> None:
         """Do one thing to the job, if all its ranks train."""
-        often = {_STOPS: _IN_ALL - 1 - self.kills, _KILLS: self.kills, _ENDS: 1}
-        ranks, what = self.training(), self.chance.choices([*often], [*often.values()])[0]
+        ranks, what = self.training(), self.chance.choices([*_OFTEN], [*_OFTEN.values()])[0]
         if len(ranks) != self.ranks:
             return
         victim = self.chance.choice(ranks)
@@ -115,7 +113,7 @@ def _children(pid: int) -> list[psutil.Process]:
     return []
 
 
-def run(minutes: float, seed: int, kills: int) -> int:
+def run(minutes: float, seed: int) -> int:
     """Run the soak and print what was seen; return 1 if the job did not go on as promised."""
     with ended_by_exception(), tempfile.TemporaryDirectory(prefix="hvpipe-soak-") as name:
         folder = Path(name)
@@ -123,7 +121,7 @@ def run(minutes: float, seed: int, kills: int) -> int:
         with (folder / "output").open("w+") as output:
             try:
                 with _job(folder, output.fileno(), 10**9, "--elastic", "--restarts", "100000") as process:
-                    soak = _Soak(folder, process, random.Random(seed), kills)
+                    soak = _Soak(folder, process, random.Random(seed))
                     problem = _break(soak, minutes)
                 problem = problem or _finish(folder, output.fileno(), soak)
             finally:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import hvpipe
-from bench.gpu.interface import GpuUnderTest
 from bench.gpu.measure import Measurement
 from bench.gpu.rows import Rows
 from bench.gpu.sizes import SMALL, Sizes
@@ -17,8 +17,11 @@ from bench.gpu.verify import Verification
 from hvpipe.comm.engine import Engine
 from hvpipe.session import current
 
+if TYPE_CHECKING:
+    from bench.gpu.torch_gpu import TorchGpu
 
-def check(engine: Engine, gpu: GpuUnderTest, sizes: Sizes, path: Path) -> bool:
+
+def check(engine: Engine, gpu: TorchGpu, sizes: Sizes, path: Path) -> bool:
     """Verify and measure on one rank. Return whether all parts could be done here.
 
     A part that fails does not stop the others. Without a device there are none.
@@ -54,7 +57,7 @@ def check(engine: Engine, gpu: GpuUnderTest, sizes: Sizes, path: Path) -> bool:
     return not rows.failed
 
 
-def main(open_gpu: Callable[[int], GpuUnderTest]) -> None:
+def main(open_gpu: Callable[[int], TorchGpu]) -> None:
     """Run as one rank: `check_worker ROWS.json [small]`. `open_gpu` takes the local rank."""
     hvpipe.init()  # bench.gpu.check sets HVPIPE_TIMEOUT
     gpu = open_gpu(hvpipe.local_rank())

@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import hvpipe
-from bench.gpu.interface import GpuUnderTest
 from bench.gpu.rows import Rows
 from bench.gpu.sizes import Sizes
 from bench.gpu.verify import pass_on
@@ -18,6 +17,9 @@ from hvpipe.comm.engine import Compression, Engine
 from hvpipe.monitor.utilization import Sampler, SamplerOptions
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
+
+if TYPE_CHECKING:
+    from bench.gpu.torch_gpu import TorchGpu
 
 TENSORS = 40  # in a bucket whose packing is measured
 
@@ -31,7 +33,7 @@ MOST_SAMPLER_CORES = 0.01
 class Measurement:
     """What one rank measures: a row for each figure."""
 
-    def __init__(self, engine: Engine, gpu: GpuUnderTest, sizes: Sizes, rows: Rows) -> None:
+    def __init__(self, engine: Engine, gpu: TorchGpu, sizes: Sizes, rows: Rows) -> None:
         self._engine, self._gpu, self._sizes, self._rows = engine, gpu, sizes, rows
 
     def _median_s(self, ready: Callable[[], object], work: Callable[[], None]) -> float:
@@ -203,7 +205,7 @@ class MeasuredBucket:
     def __init__(
         self,
         engine: Engine,
-        gpu: GpuUnderTest,
+        gpu: TorchGpu,
         name: str,
         counts: Sequence[int],
         compression: Compression = None,

@@ -7,7 +7,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 import hvpipe
+
+Numbers = NDArray[np.float64]
 
 
 class Rows:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.interface import Numbers
+from bench.gpu.rows import Numbers
 
 AHEAD_CYCLES = 20_000_000  # some 10 ms
 MATRIX = 4096  # a product of two takes some 0.2 ms on an H100 or H200
@@ -34,7 +34,10 @@ class DlpackOnly:
 
 
 class TorchGpu:
-    """The GPU of this local rank, or the only one; see bench.gpu.interface."""
+    """Arrays on the GPU of this local rank, or on the only one, work for it, and its clock.
+
+    All work goes to the default stream.
+    """
 
     def __init__(self, local_rank: int) -> None:
         torch.cuda.set_device(local_rank % count_gpus())
@@ -43,13 +46,16 @@ class TorchGpu:
         self._product = torch.empty_like(self._matrix)
 
     def put(self, values: Numbers, dtype: str) -> torch.Tensor:
+        """Return a new device array of these numbers."""
         return torch.from_numpy(values).cuda().to(getattr(torch, dtype))
 
     def get(self, array: torch.Tensor) -> Numbers:
+        """Return the numbers of a device array, once all enqueued work is done."""
         found: Numbers = array.double().cpu().numpy()
         return found
 
     def faces(self, array: torch.Tensor) -> dict[str, Any]:
+        """Return the same memory as other libraries and protocols present it."""
         faces: dict[str, Any] = {"DLPack": DlpackOnly(array)}
         with contextlib.suppress(ImportError):
             faces["CuPy"] = importlib.import_module("cupy").asarray(array)
@@ -59,23 +65,28 @@ class TorchGpu:
         target.copy_(source)
 
     def multiply(self) -> None:
+        """Enqueue a matrix product, much shorter than an all-reduce of 64 MB."""
         torch.mm(self._matrix, self._matrix, out=self._product)
 
     def hold(self) -> None:
+        """Keep the device waiting while the host enqueues what is measured."""
         torch.cuda._sleep(AHEAD_CYCLES)
 
     def side_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Use another stream inside the block. It and the default stream do not wait for each other."""
         return torch.cuda.stream(torch.cuda.Stream())
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
     def mark(self) -> torch.cuda.Event:
+        """Return a point in the enqueued work."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the seconds between two marks; waits for both."""
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import hvpipe
-from bench.gpu.interface import GpuUnderTest, Numbers
-from bench.gpu.rows import Rows
+from bench.gpu.rows import Numbers, Rows
 from bench.gpu.sizes import Sizes
 from hvpipe.comm.engine import Engine
 from hvpipe.plan.buckets import WIRE_DTYPE, Gradient, plan_buckets
+
+if TYPE_CHECKING:
+    from bench.gpu.torch_gpu import TorchGpu
 
 # Relative to the largest sum of absolute values: a few roundings of the type that travels.
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14, "float16": 4e-3, "bfloat16": 3e-2}
@@ -20,7 +22,7 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-14, "float16": 4e-3, "bfloat16": 3e-
 class Verification:
     """What one rank verifies: a row for each kind of collective."""
 
-    def __init__(self, engine: Engine, gpu: GpuUnderTest, sizes: Sizes, rows: Rows, seed: int) -> None:
+    def __init__(self, engine: Engine, gpu: TorchGpu, sizes: Sizes, rows: Rows, seed: int) -> None:
         self._engine, self._gpu, self._sizes, self._rows, self._seed = engine, gpu, sizes, rows, seed
 
     def _terms(self, count: int, dtype: str, *key: int) -> tuple[Any, Numbers]:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from bench.cluster.link_rate import measure_own_stream, measure_two_way
+from bench.cluster.link_rate import measure_two_way
 from bench.cluster.spec import format_rate
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.hosts.real_hosts import Hosts
@@ -24,7 +24,6 @@ class LinkFacts:
     second: str
     set_bits_per_s: float | None  # its limit
     two_way_bits_per_s: float | None = None  # each way, with both directions busy
-    tool: str = ""
     why: str = ""
 
     @staticmethod
@@ -61,14 +60,11 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
 
 def _measured(hosts: Hosts, link: LinkFacts, seconds: float) -> LinkFacts:
     try:
-        if isinstance(hosts, VirtualCluster):
-            rate = measure_two_way(hosts, link.first, link.second, seconds=seconds)
-        else:
-            rate = measure_own_stream(hosts, link.first, link.second, seconds)
+        rate = measure_two_way(hosts, link.first, link.second, seconds=seconds)
     except Exception as error:  # the systems can be measured without it
         print(f"{link.first} to {link.second}: both ways at once not measured, {error}", file=sys.stderr)
         return replace(link, why=last_words(str(error)))
-    return replace(link, two_way_bits_per_s=rate.bits_per_s, tool=rate.tool)
+    return replace(link, two_way_bits_per_s=rate.bits_per_s)
 
 
 def _slower(hosts: Hosts, second: str) -> float | None:

@@ -10,24 +10,19 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
-from bench.cluster.command import add_spec_arguments
+from bench.cluster.spec import add_spec_arguments
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import ClusterError
 from bench.launch import mpirun
 from bench.launch.ranks import ends_all_ranks, run_ranks, started_as_rank
 
+if TYPE_CHECKING:
+    from bench.all_reduce.report import AllReduceReport
+    from bench.pipeline.report import PipelineReport
 
-class Report(Protocol):
-    """The result of a benchmark."""
-
-    def to_json(self) -> str: ...
-
-    def to_text(self) -> str: ...
-
-
-AnyReport = TypeVar("AnyReport", bound=Report)
+    Report = AllReduceReport | PipelineReport
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -40,15 +35,13 @@ def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_output_arguments(parser: argparse.ArgumentParser, sample: str, *, plot: bool = True) -> None:
+def add_output_arguments(parser: argparse.ArgumentParser, sample: str) -> None:
     """Add the options that end a run and keep its results. `sample` is what the JSON has many of."""
     parser.add_argument(
         "--timeout", type=float, default=3600.0, help="seconds until the run is ended (default: 3600)"
     )
     parser.add_argument("--json", type=Path, help=f"write every {sample} to this file")
-    parser.set_defaults(kept=f"{sample}s", plot=None)
-    if plot:
-        parser.add_argument("--plot", type=Path, help="write a PNG to this file")
+    parser.set_defaults(kept=f"{sample}s")
     # For a rank that the command starts: where its report goes, and how the report describes the hosts.
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--where", default="as launched", help=argparse.SUPPRESS)
@@ -60,8 +53,8 @@ def run_command(
     argv: Sequence[str] | None,
     *,
     check: Callable[[argparse.Namespace], object],
-    measure: Callable[[argparse.Namespace, int], AnyReport],
-    drive: Callable[[argparse.Namespace, list[str]], AnyReport | None],
+    measure: Callable[[argparse.Namespace, int], Report],
+    drive: Callable[[argparse.Namespace, list[str]], Report | None],
 ) -> int:
     """Run a benchmark's command line and return its exit code.
 
@@ -130,7 +123,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace, int], AnyReport]) -> None:
+def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace, int], Report]) -> None:
     """Do a rank's part. An error on any rank ends them all."""
     with ends_all_ranks() as world:
         report = measure(arguments, world.size)
@@ -145,6 +138,3 @@ def _show(report: Report, arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         arguments.json.write_text(report.to_json())
         print(f"{arguments.kept}: {arguments.json}")
-    if arguments.plot is not None:
-        report.plot(arguments.plot)  # type: ignore[attr-defined]
-        print(f"plot: {arguments.plot}")

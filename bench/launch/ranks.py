@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from bench.errors import ClusterError
 from bench.launch import mpirun
@@ -47,19 +48,9 @@ def run_ranks(module: str, start: mpirun.Start, words: list[str], *, where: str,
         return result.read_text()
 
 
-def warn_if_busy(seconds: float = 0.5) -> None:
+def warn_if_busy() -> None:
     """Warn if other processes use the cores, because figures measured beside them are worth little."""
-
-    def used_and_all() -> tuple[int, int]:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle time and waiting for disks
-
-    if not Path("/proc/stat").exists():
-        return
-    before = used_and_all()
-    time.sleep(seconds)
-    after = used_and_all()
-    share = (after[0] - before[0]) / max(1, after[1] - before[1])
+    share = psutil.cpu_percent(interval=0.5) / 100
     if share > 0.1:
         print(f"other processes use {share:.0%} of the cores: expect noise", file=sys.stderr, flush=True)
 

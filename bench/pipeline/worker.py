@@ -16,6 +16,7 @@ from bench.pipeline.report import MeasuredPlan, PipelineReport
 from bench.rounds.record import Task
 from bench.training.prepare import prepare_tensorflow
 
+_SCHEDULE = "1f1b"  # of all plans but the chosen one
 # Kinds of computing, and the counters of their seconds.
 _COMPUTING = {kind: f"{kind}_s" for kind in ("forward", "backward", "update")}
 
@@ -26,9 +27,7 @@ class WorkerOptions:
 
     methods: tuple[str, ...] = ("greedy", "random")
     seeds: int = 2
-    schedule: str = "1f1b"
     microbatches: int | None = None
-    chunks: int = 1
     rounds: int = 3
     steps: int = 3
 
@@ -60,7 +59,7 @@ def measure(task: Task, options: WorkerOptions, where: str, say: Callable[[str],
     return PipelineReport(
         describe(task),
         where,
-        options.schedule,
+        _SCHEDULE,
         question.pipelining.microbatches,
         hvpipe.size(),
         task.batch,
@@ -90,9 +89,9 @@ def _question(
     measured = hvpipe.broadcast_object(measured)
 
     def ask(microbatches: int) -> PlanRequest:
-        how = Pipelining(options.schedule, microbatches, chunks=options.chunks)
+        how = Pipelining(_SCHEDULE, microbatches)
         profile = measured.at_batch(math.ceil(task.batch / microbatches))
-        return PlanRequest(profile, cluster, how, hvpipe.size() * options.chunks)
+        return PlanRequest(profile, cluster, how, hvpipe.size())
 
     count = options.microbatches
     if count is None:
@@ -121,7 +120,7 @@ def _plans(question: Any, options: WorkerOptions) -> dict[str, Any]:
         for seed in range(options.seeds if method.startswith("random") else 1):
             name = f"{method} {seed}" if method.startswith("random") else method
             if method == "greedy":
-                plans[name] = partition(profile, cluster, ranks * options.chunks, how)
+                plans[name] = partition(profile, cluster, ranks, how)
             elif method == "chosen":
                 plans[name] = plan_for_every_device(profile, cluster, PipeliningChoice(microbatches=m))
             elif method == "data":

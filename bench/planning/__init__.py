@@ -1,1 +1,1 @@
-"""How good the greedy plans are, and how long planning takes. Needs neither MPI nor TensorFlow."""
+"""How good plans are, and what planning large models costs. Needs neither MPI nor TensorFlow."""

@@ -1,10 +1,128 @@
-"""`python -m bench.planning`."""
+"""How good greedy plans are, against the optimum and random placements.
+
+``python -m bench.planning --json FILE --png FILE``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
-from bench.planning.command import main
+from bench.metrics import median
+from bench.planning.report import PlanningCase, PlanningReport, Result
+from hvpipe.errors import PlanError
+from hvpipe.forecast.pipeline import forecast
+from hvpipe.plan.baselines import baseline
+from hvpipe.plan.exact import exact
+from hvpipe.plan.greedy import partition
+from hvpipe.plan.memory_shortage import least_memory_bytes
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.specs.cluster import Cluster, Link, equal_cluster
+from hvpipe.specs.profile import Profile
+
+_PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
+_MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
+_LATENCY_S = 1e-4
+_UNEQUAL = (1.0, 0.5, 0.25)
+_LIMITS = {
+    "equal": ((1.0,), False),
+    "unequal": (_UNEQUAL, False),
+    "equal, short of memory": ((1.0,), True),
+    "unequal, short of memory": (_UNEQUAL, True),
+}
+"""Kinds of clusters: speeds, and whether every device has only the least memory that allows a plan."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.planning",
+        description="Measure how good plans are.",
+    )
+    parser.add_argument("--models", default=",".join(_MODELS), help=f"(default: {','.join(_MODELS)})")
+    parser.add_argument("--devices", default="4,8", help="numbers of devices (default: 4,8)")
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step (default: 8)")
+    parser.add_argument("--draws", type=int, default=100, help="random placements of a case (default: 100)")
+    parser.add_argument("--json", type=Path, help="write every case there")
+    parser.add_argument("--png", type=Path, help="write a plot there")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return 0."""
+    options = _parser().parse_args(argv)
+    devices = [int(count) for count in options.devices.split(",")]
+    cases = list(all_cases(options.models.split(","), devices))
+    how = Pipelining("1f1b", options.microbatches)
+    results = tuple(_shown(cases, lambda case: measure(case, how, options.draws)))
+    report = PlanningReport(options.microbatches, options.draws, results)
+    print(report.to_text())
+    if options.json:
+        options.json.write_text(report.to_json() + "\n")
+    if options.png:
+        report.plot(options.png)
+    return 0
+
+
+def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[PlanningCase]:
+    """Yield every model on every kind of cluster, at 1 and 10 Gb/s."""
+    for model, count, limits, rate in product(models, devices, _LIMITS, (1e9, 10e9)):
+        yield PlanningCase(model, count, limits, rate)
+
+
+def measure(case: PlanningCase, how: Pipelining, draws: int) -> Result:
+    """Plan the case by each method, with a stage on every device."""
+    profile = Profile.read(_PROFILES / f"{case.model}.txt")
+    cluster = _cluster(case, profile, how)
+    greedy = partition(profile, cluster, case.devices, how)
+    return Result(
+        case=case,
+        greedy_bottleneck_s=greedy.bottleneck_s,
+        exact_bottleneck_s=exact(profile, cluster, case.devices, how).bottleneck_s,
+        greedy_step_s=forecast(greedy, profile, cluster).step_s,
+        random_step_s=_random_step_s(profile, cluster, how, draws),
+    )
+
+
+def _cluster(case: PlanningCase, profile: Profile, how: Pipelining) -> Cluster:
+    speeds, short = _LIMITS[case.limits]
+    cluster = equal_cluster(case.devices, Link(_LATENCY_S, case.bits_per_s / 8), speeds=speeds)
+    if not short:
+        return cluster
+    memory_bytes = least_memory_bytes(profile, cluster, case.devices, how)
+    hosts = (
+        replace(host, devices=tuple(replace(device, memory_bytes=memory_bytes) for device in host.devices))
+        for host in cluster.hosts
+    )
+    return Cluster(tuple(hosts))
+
+
+def _random_step_s(profile: Profile, cluster: Cluster, how: Pipelining, draws: int) -> float | None:
+    steps = []
+    for seed in range(draws):
+        try:
+            plan = baseline("random", profile, cluster, len(cluster.devices), how, seed=seed)
+        except PlanError:  # none of a thousand draws fits
+            return None
+        steps.append(forecast(plan, profile, cluster).step_s)
+    return median(steps)
+
+
+def _shown(cases: Sequence[PlanningCase], run: Callable[[PlanningCase], Result]) -> Iterator[Result]:
+    """Run the cases with a progress bar on the terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=len(cases))
+        for case in cases:
+            progress.update(task, description=f"{case.model}, {case.devices} devices, {case.limits}")
+            yield run(case)
+            progress.advance(task)
+
 
 if __name__ == "__main__":
     sys.exit(main())

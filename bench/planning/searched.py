@@ -28,6 +28,7 @@ from hvpipe.specs.profile import Profile
 _PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
 _MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
 _LATENCY_S = 1e-4
+_MICROBATCHES = 8  # of the real models
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,16 @@ def linked(kind: str, devices: int) -> Cluster:
     )
 
 
-def against_pipedream(devices: Sequence[int], microbatches: int) -> Iterator[tuple[str, float, float]]:
+def against_pipedream() -> Iterator[tuple[str, float, float]]:
     """Yield each case with the steps of PipeDream's rule (1F1B, best number of stages) and of the search."""
     kinds = ("1 Gb/s", "10 Gb/s", "hosts of 2")
-    for model, count, kind in product(_MODELS, devices, kinds):
+    for model, count, kind in product(_MODELS, (2, 4, 8, 16), kinds):
         profile, cluster = Profile.read(_PROFILES / f"{model}.txt"), linked(kind, count)
-        how = PipeliningChoice("1f1b", microbatches).usual
-        most = min(count, microbatches, len(profile.layers))
+        how = PipeliningChoice("1f1b", _MICROBATCHES).usual
+        most = min(count, _MICROBATCHES, len(profile.layers))
         plans = (baseline("pipedream", profile, cluster, stages, how) for stages in range(1, most + 1))
         rule_s = min(forecast(plan, profile, cluster).step_s for plan in plans)
-        found_s = choose(profile, cluster, PipeliningChoice(microbatches=microbatches)).step_s
+        found_s = choose(profile, cluster, PipeliningChoice(microbatches=_MICROBATCHES)).step_s
         yield f"{model}, {count} devices, {kind}", rule_s, found_s
 
 
@@ -131,8 +132,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 if PipeDream's rule is faster anywhere."""
     parser = argparse.ArgumentParser(prog="python -m bench.planning.searched", description=__doc__)
     parser.add_argument("--only", choices=("pipedream", "scale"), help="one half (default: both)")
-    parser.add_argument("--devices", default="2,4,8,16", help="numbers of devices (default: 2,4,8,16)")
-    parser.add_argument("--microbatches", type=int, default=8, help="of a step (default: 8)")
     parser.add_argument("--png", type=Path, help="draw the times and memory of large plans")
     parser.add_argument("--case", choices=tuple(_SCALES), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -141,8 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     ratios = []
     if options.only != "scale":
-        devices = [int(count) for count in options.devices.split(",")]
-        for what, rule_s, found_s in against_pipedream(devices, options.microbatches):
+        for what, rule_s, found_s in against_pipedream():
             ratios.append(found_s / rule_s)
             print(f"{what:40} {rule_s:9.4f} s {found_s:9.4f} s {ratios[-1]:6.3f}x", flush=True)
         mean = geometric_mean(ratios)

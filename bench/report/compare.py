@@ -203,10 +203,5 @@ def _change(key: str, old: _Measured | None, new: _Measured | None, between: flo
 
 
 def _other_software(before: EvaluationOutcome, after: EvaluationOutcome) -> tuple[str, ...]:
-    """Compare what the settings keep; if one keeps nothing, what the rounds of each system recorded."""
-    settings = [of.setting for of in (before, after)]
-    named = [{"hvpipe bench": each.machine.hvpipe, **each.software} for each in settings]
-    if not all(each.software for each in settings):
-        for names, of in zip(named, (before, after), strict=True):
-            names.update({each.case.system: each.versions for each in of.rounds if each.versions})
-    return tuple(differences(*named))
+    settings = (before.setting, after.setting)
+    return tuple(differences(*({"hvpipe bench": each.machine.hvpipe, **each.software} for each in settings)))

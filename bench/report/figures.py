@@ -3,9 +3,8 @@
 A step is the median of the slowest rank over the timed steps, without the first of each round. Its noise is
 the standard error of that median (bench.rounds.timed_steps).
 
-Where steps are uneven, a step is the mean of all steps with draining, and its spread is the standard
-deviation. It is compared with the same mean of the other system: between the start and drained, all work is
-complete.
+Where steps are uneven, a step is the mean of all steps with draining. It is compared with the same mean of
+the other system: between the start and drained, all work is complete.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from itertools import groupby
 from typing import Literal
 
 from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
-from bench.metrics import communication_bound_s, median, relative_spread
+from bench.metrics import communication_bound_s, median
 from bench.report.usage import Usage, usage_of
 from bench.rounds.record import ALONE, Case, Round
-from bench.rounds.timed_steps import counted, deviation, mean_noise, slowest_rank, steps_noise
+from bench.rounds.timed_steps import counted, mean_noise, slowest_rank, steps_noise
 from bench.systems import SYSTEMS
 
 LinksRate = Literal["set", "measured", ""]
@@ -33,7 +32,6 @@ class CaseFigures:
 
     case: Case
     step_s: float
-    spread: float  # half the distance between the quartiles of all steps over the median; see above
     noise: float  # of step_s, relative; one standard error
     wall_s: float  # the mean step with draining
     samples_per_s: float
@@ -169,7 +167,6 @@ def _case_figures(rounds: list[Round]) -> CaseFigures:
     return CaseFigures(
         case,
         step_s,
-        deviation(steps) if uneven else relative_spread(steps),
         mean_noise(steps_by_round) if uneven else steps_noise(steps_by_round),
         wall_s,
         samples(case) / step_s,

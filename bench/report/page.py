@@ -29,12 +29,11 @@ _HOW = (
     "take turns, round after round. A round is a set of fresh processes that warm up before timed steps.",
     "A step is the median of the slowest rank over the timed steps, without the first of each round. That "
     "one counts for no system: one that collects gradients in the next step has nothing to collect in it.",
-    "Spread is half the distance between the quartiles of the steps. Noise is the standard error of the "
-    "median.",
+    "Noise is the standard error of the median.",
     "Rounds of hvpipe-local have at least 24 timed steps. It averages every 8 steps, and waits for the last "
     "average at the end of the round, so fewer steps would count that wait more often than training does.",
     "Steps of tf-ps and hvpipe-local are uneven. So their step is the mean of all with draining, and it is "
-    "compared with the same mean of the other system. Its spread is the standard deviation.",
+    "compared with the same mean of the other system.",
     "Computing alone means that every rank trains at once without sharing. Efficiency is its step over this "
     "step.",
     "The bound is the larger of computing alone and the time of the gradients on the slowest link at its set "

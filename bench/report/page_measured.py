@@ -93,14 +93,13 @@ def steps(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
 def _table(members: list[CaseFigures]) -> str:
     best = fastest(members)
     header = (
-        *("system", "step", "spread", "noise", "with drain", "samples/s", "efficiency", "over bound"),
+        *("system", "step", "noise", "with drain", "samples/s", "efficiency", "over bound"),
         *("CPU, cores by rank", "CPU a step", "memory", "sent a step"),
     )
     lines = [
         [
             row.case.system,
             format_time(row.step_s),
-            f"{row.spread:.0%}",
             f"{row.noise:.0%}",
             format_time(row.wall_s),
             f"{row.samples_per_s:.3g}",

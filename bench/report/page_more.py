@@ -156,8 +156,7 @@ def links(outcome: EvaluationOutcome) -> str:
         ]
         for each in outcome.links
     ]
-    tools = ", ".join(dict.fromkeys(each.tool for each in outcome.links if each.tool))
-    words = f"Two-way is the rate of each direction with both busy{f' ({tools})' if tools else ''}."
+    words = "Two-way is the rate of each direction with both busy."
     header = ["cluster", "between", "set", "two-way"]
     return element("p", words) + table(header, rows)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_DEVICES = Path("/proc/self/net/dev")
+import psutil
+
 _FACTS = Path("/sys/class/net")
 
 
@@ -36,40 +36,16 @@ def peak_bytes() -> int:
     return 0
 
 
-def sent_bytes(devices: Path = _DEVICES, facts: Path = _FACTS) -> int:
-    """Return the bytes that left this host since it started, with protocol headers; 0 without /proc.
+def sent_bytes(facts: Path = _FACTS) -> int:
+    """Return the bytes that left this host since it started, with protocol headers.
 
-    These are bytes over TCP/IP. The kernel does not count InfiniBand or shared memory.
+    These are bytes over TCP/IP. The kernel does not count InfiniBand or shared memory. Where there are
+    network adapters only they count, because bonds, bridges and tunnels send through them.
     """
-    lines = devices.read_text().splitlines()[2:] if devices.exists() else []
-    sent = {name.strip(): int(numbers.split()[8]) for name, _, numbers in (li.partition(":") for li in lines)}
-    return sum(sent[name] for name in leaving(list(sent), facts))
-
-
-def leaving(names: Sequence[str], facts: Path = _FACTS) -> list[str]:
-    """Return the interfaces through which bytes leave this host, each counted once.
-
-    On hosts with network adapters these are the adapters, because bonds, bridges, tunnels and VLANs send
-    through them. A network namespace has no adapters: there, they are all interfaces that send through no
-    other and are no ports of a bridge.
-    """
-    others = [name for name in names if name != "lo"]
-    known = {name: facts / name for name in others if _is_ours(name, facts / name)}
-    adapters = [name for name, about in known.items() if (about / "device").exists()]
-    return adapters or [name for name in others if name not in known or not _stacked(known[name])]
-
-
-def _is_ours(name: str, about: Path) -> bool:
-    """Return whether /sys describes the interface of our namespace. /sys may belong to another one."""
-    try:
-        return int((about / "ifindex").read_text()) == socket.if_nametoindex(name)
-    except (OSError, ValueError):
-        return False
-
-
-def _stacked(about: Path) -> bool:
-    """Return whether it is a bridge, a port of a bridge or bond, or sends through another interface."""
-    return any((about / what).exists() for what in ("bridge", "master")) or any(about.glob("lower_*"))
+    counted = psutil.net_io_counters(pernic=True, nowrap=False)
+    sent = {name: each.bytes_sent for name, each in counted.items() if name != "lo"}
+    adapters = [name for name in sent if (facts / name / "device").exists()]
+    return sum(sent[name] for name in adapters or sent)
 
 
 def at(readings: Sequence[Reading], at_s: float) -> Reading:

@@ -14,7 +14,6 @@ from typing import Any
 
 FORMAT = 1
 NOT_UP = "the hosts were not up: "  # a reason that begins so blames a cluster or its hosts, not a system
-_NOT_UP_BEFORE = "the place was not up: "  # the same in older results
 AUTO_THREADS = 0  # replaced by the cores of a rank before anything runs
 ALONE = "single"  # the system that computes without sharing
 
@@ -145,7 +144,7 @@ class Round:
 
 def means_not_up(reason: str) -> bool:
     """Return whether a reason says that only the hosts were missing. They may be up the next time."""
-    return reason.startswith((NOT_UP, _NOT_UP_BEFORE))
+    return reason.startswith(NOT_UP)
 
 
 def last_words(output: str) -> str:

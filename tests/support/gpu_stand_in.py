@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from bench.gpu import check_worker
-from bench.gpu.interface import Numbers
+from bench.gpu.rows import Numbers
 from devices import TYPESTR, finish_stream
 from hvpipe.comm.engine import Engine
 
@@ -31,7 +31,7 @@ class OnDevice(np.ndarray[Any, Any]):
 
 
 class StandIn:
-    """Implements bench.gpu.interface in NumPy. If STAND_IN_BREAKS is set, `faces` fails."""
+    """bench.gpu.torch_gpu.TorchGpu in NumPy. If STAND_IN_BREAKS is set, `faces` fails."""
 
     name = "stand-in"
 

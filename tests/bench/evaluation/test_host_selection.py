@@ -171,10 +171,10 @@ def test_links_of_real_hosts_are_measured_both_ways(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(link_rate, "_PORT", 20201)
     hosts = RealHosts("a:2,localhost")
     (found,) = links.measure(hosts, "hosts", seconds=0.2)
-    assert (found.second, found.tool) == ("localhost", "own TCP stream")
+    assert found.second == "localhost"
     assert found.two_way_bits_per_s is not None
     assert found.two_way_bits_per_s > 1e6
     # A host may accept no other connections.
-    monkeypatch.setattr(links, "measure_own_stream", lambda *_: json.loads("refused"))
+    monkeypatch.setattr(links, "measure_two_way", lambda *_, **__: json.loads("refused"))
     (found,) = links.measure(hosts, "hosts")
     assert (found.why, found.two_way_bits_per_s) == ("Expecting value: line 1 column 1 (char 0)", None)

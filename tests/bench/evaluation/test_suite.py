@@ -281,12 +281,10 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(SuiteError, match=r"accuracy, curve, .*, or a TOML file. Received: 'fast'"):
         read_suite("fast", SYSTEMS)
-    with pytest.raises(ClusterError, match=r"homogeneous-2.*Received: 'cloud'"):
+    with pytest.raises(ClusterError, match=r"gigabit-2.*Received: 'cloud'"):
         cluster_spec("cloud")
     for path in ("/tmp/x", "slow-cpu/", "../clusters/slow-cpu"):
-        with pytest.raises(
-            ClusterError, match=r"homogeneous-2.* or a TOML file, as in mine\.toml\. Received"
-        ):
+        with pytest.raises(ClusterError, match=r"gigabit-2.* or a TOML file, as in mine\.toml\. Received"):
             cluster_spec(path)
     with pytest.raises(ClusterError, match=r"file must be readable. Received: .*absent\.toml"):
         named_cluster("absent.toml", Path())

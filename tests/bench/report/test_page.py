@@ -23,7 +23,7 @@ from bench.rounds.record import Round, Task
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
 FOUR = ClusterFacts("4x1gbit", "4 hosts", 4, 1e9)
-LINK = LinkFacts("2x1gbit", "h0", "h1", 1e9, 9.4e8, "iperf3 --bidir")
+LINK = LinkFacts("2x1gbit", "h0", "h1", 1e9, 9.4e8)
 
 
 def everything() -> EvaluationOutcome:

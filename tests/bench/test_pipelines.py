@@ -1,4 +1,4 @@
-"""bench.pipeline.sweep: its figures by hand, what it runs, its arguments."""
+"""bench.pipelines: its figures by hand, what it runs, its arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.pipeline import sweep as pipelines
+from bench import pipelines
 from bench.pipeline.report import MeasuredPlan, PipelineReport
 
 
