@@ -13,6 +13,7 @@ Two starts of a job never write to the same place, so nothing that is complete i
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from hvpipe.config_file import read_document
 from hvpipe.errors import HvpipeError
 
 _DAMAGED = ".damaged"
+_locks: dict[Path, int] = {}  # open files of locks that this process holds
 _NAME = re.compile(r"(\d{10})-([0-9a-f]{6})")
 
 
@@ -135,6 +137,27 @@ def check_folder(folder: Path) -> None:
         raise HvpipeError(
             f"Checkpoint needs a folder that can be written. Received: {str(folder)!r}: {error.strerror}"
         ) from error
+
+
+def claim(folder: Path) -> bool:
+    """Lock a folder until this process ends. Return False if another process has locked it.
+
+    A file system without locks returns True.
+    """
+    lock = folder.absolute() / ".lock"
+    if lock in _locks:
+        return True
+    try:
+        file = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        return not isinstance(error, BlockingIOError)
+    _locks[lock] = file
+    return True
 
 
 def _all(folder: Path) -> list[Path]:

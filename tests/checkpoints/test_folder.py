@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +201,20 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HvpipeError, match="needs a folder that can be written"):
         folders.check_folder(tmp_path / "file" / "run")
+
+
+def test_two_processes_in_one_folder(tmp_path: Path) -> None:
+    """Regression: two jobs mixed their checkpoints without a word."""
+    code = "import sys, pathlib, hvpipe.checkpoints.folder as f; print(f.claim(pathlib.Path(sys.argv[1])))"
+
+    def another() -> str:
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert another() == "True\n"  # and its lock has ended with it
+    assert folders.claim(tmp_path)
+    assert folders.claim(tmp_path)
+    assert another() == "False\n"
 
 
 def test_an_error_of_any_kind_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

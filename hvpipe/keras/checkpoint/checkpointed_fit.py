@@ -252,6 +252,12 @@ class CheckpointedFit:
         def make() -> None:
             if session.world.rank == 0:
                 folders.check_folder(folder)
+                if not folders.claim(folder):
+                    logger.warning(
+                        "hvpipe: another job writes checkpoints to %s. Each would go on from the other's: "
+                        "end one of them, or give it a folder of its own.",
+                        folder,
+                    )
                 (folder / probe).touch()
 
         def see() -> None:

@@ -96,6 +96,20 @@ class LayerGraph:
         """Return the index of the call that makes each tensor. No call makes the model's inputs."""
         return {number: index for index, call in enumerate(self.calls) for number, _ in call.writes}
 
+    def mask_ends(self) -> dict[int, int]:
+        """Return, by tensor, the index of the call after which its mask is gone, if there is one.
+
+        When MultiHeadAttention runs, it deletes the masks of the tensors that it reads, also for later
+        calls. A tensor of another dtype it casts first, and deletes the mask of its own copy.
+        """
+        ends: dict[int, int] = {}
+        for index, call in enumerate(self.calls):
+            if isinstance(call.operation, keras.layers.MultiHeadAttention):
+                for number, _ in call.reads:
+                    if self.tensors[number].dtype == call.operation.compute_dtype:
+                        ends.setdefault(number, index)
+        return ends
+
     def layers(self, calls: Sequence[int]) -> list[Any]:
         """Return the layers of these calls, each once, in order, without stateless operations."""
         found = {id(self.calls[p].operation): self.calls[p].operation for p in calls}
@@ -170,7 +184,49 @@ def layer_graph(model: Any) -> LayerGraph:
     graph = LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
     # The call of a nested model may fix sizes that the model itself leaves open.
     known = graph.sized([graph.tensors[number].shape for number in inputs]) if builder.opened_wider else None
-    return _with_folded(graph if known is None else replace(graph, tensors=known))
+    return _with_running_masks(_with_folded(graph if known is None else replace(graph, tensors=known)))
+
+
+def _with_running_masks(graph: LayerGraph) -> LayerGraph:
+    """Return the graph with the masks that tensors have when the model runs.
+
+    Keras's description of the model does not know of deleted masks (`LayerGraph.mask_ends`), nor that layers
+    after them make none.
+    """
+    ends = graph.mask_ends()
+    if not any(graph.tensors[number].mask_shape for number in ends):
+        return graph
+    masks = {
+        number: keras.KerasTensor(spec.mask_shape, "bool")
+        for number, spec in enumerate(graph.tensors)
+        if spec.mask_shape is not None
+    }
+    for index, call in enumerate(graph.calls):
+        known, lost = {}, False
+        for number, key in call.reads:
+            spec = graph.tensors[number]
+            known[key] = keras.KerasTensor(spec.shape, spec.dtype)
+            mask = masks.get(number) if index <= ends.get(number, index) else None
+            compat.set_keras_mask(known[key], mask)
+            lost |= mask is None and spec.mask_shape is not None
+        if not lost or functional_of(call.operation) is not None:
+            continue
+        made = [None] * len(call.writes)
+        if getattr(call.operation, "supports_masking", False):
+            args, kwargs = call.arguments.fill_in(known)
+            first = args[0] if args else next(iter(kwargs.values()))
+            before = keras.tree.map_structure(compat.get_keras_mask, first)
+            made = keras.tree.flatten(call.operation.compute_mask(first, before))
+        for (number, _), mask in zip(call.writes, made, strict=False):
+            if mask is None:
+                masks.pop(number, None)
+    return replace(
+        graph,
+        tensors=tuple(
+            spec if number in masks else replace(spec, mask_shape=None)
+            for number, spec in enumerate(graph.tensors)
+        ),
+    )
 
 
 def _with_folded(graph: LayerGraph) -> LayerGraph:

@@ -75,10 +75,11 @@ class StageFunctions:
         self.has_loss = self._loss is not None or bool(self._regularized) or may_add_losses(layers)
         self.loss_dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
         self.outputs_of_model = len(graph.outputs) if self._last else 0
+        mask_ends = graph.mask_ends()
         self.masked = [
             index
             for index, number in enumerate(graph.outputs)
-            if self._last and graph.tensors[number].mask_shape is not None
+            if self._last and graph.tensors[number].mask_shape is not None and number not in mask_ends
         ]
         self._recompute = recompute
         self._ignored: frozenset[int] = frozenset()  # indices among the floating outputs
@@ -162,14 +163,16 @@ class StageFunctions:
     def _run(self, values: Sequence[Any], training: bool, with_loss: bool = True) -> list[Any]:
         graph, cut = self._stages.graph, self._cut
         known = self._named(values)
+        masks: dict[int, Any] = {}  # of this stage's tensors; a later call may delete a tensor's mask
         losses: list[Any] = []
         with scaled_activities(graph.layers(cut.calls), self._share_of):
             for index in cut.calls:
                 call = graph.calls[index]
                 for (number, _), value in zip(call.writes, call(known, training), strict=True):
                     known[number] = value
+                    masks[number] = compat.get_keras_mask(value)
                 losses.extend(map(self._summed, added_losses(call.operation)))
-        found = [compat.get_keras_mask(known[w.number]) if w.mask else known[w.number] for w in cut.outputs]
+        found = [masks[wire.number] if wire.mask else known[wire.number] for wire in cut.outputs]
         for wire, value in zip(cut.outputs, found, strict=True):
             self._check_dtype(wire, value)
         results = [known[number] for number in graph.outputs] if self._last else []

@@ -114,11 +114,12 @@ def cut_stages(graph: LayerGraph, calls_of: Sequence[Sequence[int]]) -> Stages:
             f"Stages should hold each of {len(graph.calls)} layer calls once. "
             f"Received: {[len(of_stage) for of_stage in calls_of]} of which {len(stage_of)} differ"
         )
-    makers = graph.makers()
+    makers, mask_ends = graph.makers(), graph.mask_ends()
     crossing: dict[tuple[int, int], set[int]] = {}
+    masked: dict[tuple[int, int], set[int]] = {}  # the same tensors, if their mask is read
     inputs: list[set[int]] = [set() for _ in calls_of]
 
-    def use(number: int, stage: int, what: str) -> None:
+    def use(number: int, stage: int, what: str, call: int) -> None:
         if number not in makers:
             inputs[stage].add(number)
             return
@@ -130,13 +131,15 @@ def cut_stages(graph: LayerGraph, calls_of: Sequence[Sequence[int]]) -> Stages:
             )
         if source < stage:
             crossing.setdefault((source, stage), set()).add(number)
+            if graph.tensors[number].mask_shape is not None and call <= mask_ends.get(number, call):
+                masked.setdefault((source, stage), set()).add(number)
 
     for index, call in enumerate(graph.calls):
         for number, _ in call.reads:
-            use(number, stage_of[index], call.name)
+            use(number, stage_of[index], call.name, index)
     for number in graph.outputs:
-        use(number, len(calls_of) - 1, "the loss")
-    wires = {pair: _wires(graph, numbers) for pair, numbers in crossing.items()}
+        use(number, len(calls_of) - 1, "the loss", len(graph.calls))
+    wires = {pair: _wires(graph, numbers, masked.get(pair, set())) for pair, numbers in crossing.items()}
     cuts = [
         StageCut(
             calls=tuple(sorted(of_stage)),
@@ -149,8 +152,8 @@ def cut_stages(graph: LayerGraph, calls_of: Sequence[Sequence[int]]) -> Stages:
     return Stages(graph, tuple(cuts))
 
 
-def _wires(graph: LayerGraph, numbers: set[int]) -> tuple[Wire, ...]:
-    """Return the wires of these tensors, each followed by its mask if it has one."""
+def _wires(graph: LayerGraph, numbers: set[int], masked: set[int]) -> tuple[Wire, ...]:
+    """Return the wires of these tensors, each followed by its mask if it is among `masked`."""
     found = []
     for number in sorted(numbers):
         tensor = graph.tensors[number]
@@ -160,6 +163,6 @@ def _wires(graph: LayerGraph, numbers: set[int]) -> tuple[Wire, ...]:
                 f"stage. Received: tensor {number} of {graph.name}"
             )
         found.append(Wire(number))
-        if tensor.mask_shape is not None:
+        if number in masked:
             found.append(Wire(number, mask=True))
     return tuple(found)

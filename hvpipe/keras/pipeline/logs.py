@@ -44,17 +44,20 @@ class PipelineLogs:
         result: StepResult,
         samples: int,
         metrics: Callable[[], Mapping[str, Any]],
+        weights: Callable[[], Mapping[str, float]],
         learning_rate: float = 0.0,
     ) -> dict[str, Any]:
         """Add a step and return the logs; collective.
 
-        If the last stage has several replicas, a metric is the mean over them, weighted by their samples.
+        If the last stage has several replicas, a metric is the mean over them, weighted by its own weights if
+        it is a mean itself, otherwise by their samples.
 
         Args:
             result: This rank's part of the step.
             samples: The samples of the whole batch.
             metrics: Returns this rank's metrics as float64 arrays. Called only on ranks that have computed
                 outputs.
+            weights: Returns, for metrics that are means, the sums of their weights. Called likewise.
             learning_rate: This rank's learning rate.
 
         Returns:
@@ -65,17 +68,24 @@ class PipelineLogs:
         """
         self._samples += samples
         self._samples_here += result.samples
-        here = metrics() if self._samples_here else None
+        here, own = (metrics(), weights()) if self._samples_here else (None, {})
         if self._shapes is None:
             mine = None if here is None else {name: value.shape for name, value in here.items()}
             everyone = self._session.engine.allgather_object(mine)
             self._shapes = next(shapes for shapes in everyone if shapes is not None)
         flat = [np.ravel((here or {}).get(name, np.zeros(shape))) for name, shape in self._shapes.items()]
-        row = np.concatenate([[result.loss, learning_rate, self._samples_here], *flat])
+        counts = [
+            np.full(len(value), own.get(name, self._samples_here))
+            for name, value in zip(self._shapes, flat, strict=True)
+        ]
+        row = np.concatenate([[result.loss, learning_rate, self._samples_here], *flat, *counts])
         rows = self._session.engine.allgather(row[None].astype(np.float64))
         _check_learning_rates(rows[:, 1])
         self._loss_sum += float(rows[:, 0].sum()) * samples
-        means = (rows[:, 2:3] * rows[:, 3:]).sum(axis=0) / rows[:, 2].sum()
+        values, by_value = np.split(rows[:, 3:], 2, axis=1)
+        # A mean of weights 0, or of values without samples.
+        by_value = np.where(by_value.any(axis=0), by_value, rows[:, 2:3])
+        means = (by_value * values).sum(axis=0) / by_value.sum(axis=0)
         return {"loss": self._loss_sum / self._samples, **_named(self._shapes, means)}
 
 

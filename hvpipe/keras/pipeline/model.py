@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.arguments import by_name
-from hvpipe.keras.callbacks import stop_together
+from hvpipe.keras.callbacks import means_in_logs, stop_together
 from hvpipe.keras.fit_call import FitCall, in_order, running
 from hvpipe.keras.gpu import device_of_messages
 from hvpipe.keras.graph.deferred_build import (
@@ -36,7 +36,12 @@ from hvpipe.keras.pipeline.logs import PipelineLogs, flat_results
 from hvpipe.keras.pipeline.lost_stage import leaving_after_loss
 from hvpipe.keras.pipeline.microbatch_loss import MicrobatchLoss
 from hvpipe.keras.pipeline.microbatches import Batch
-from hvpipe.keras.pipeline.model_checks import check_no_own_steps, check_open_batch_size, check_real_wires
+from hvpipe.keras.pipeline.model_checks import (
+    check_dense_inputs,
+    check_no_own_steps,
+    check_open_batch_size,
+    check_real_wires,
+)
 from hvpipe.keras.pipeline.optimizer_settings import check_optimizer, check_same_optimizer, learning_rate_of
 from hvpipe.keras.pipeline.plan_choice import PipelineOptions, plan_for
 from hvpipe.keras.pipeline.rank_driver import RankDriver, RankDrivers
@@ -129,6 +134,7 @@ def pipeline_parallel(
     graph = layer_graph(model)
     check_no_own_steps(model)
     check_open_batch_size(graph)
+    check_dense_inputs(functional_of(model))
     options = PipelineOptions(stages, replicas, microbatches, schedule, chunks, recompute, profile, cluster)
     plan, ranks = plan_for(session, graph, options)
     layout = layout_of(graph, plan, ranks)
@@ -356,7 +362,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
             self._context.samples.assign(batch.samples)
             result = (self._train if training else self._evaluate)(structure, batch)
             rate = learning_rate_of(self.optimizer) if training else 0.0
-            logs = self._logs.add(result, batch.samples, self._metric_results, rate)
+            logs = self._logs.add(result, batch.samples, self._metric_results, self._metric_weights, rate)
         return logs
 
     def _train(self, structure: Any, batch: Batch) -> StepResult:
@@ -396,6 +402,12 @@ class PipelineParallel(PipelineSaving, keras.Model):
         step = f"{what} step of {layout.stages.graph.name}"
         signature = agreed_signature(self._context.session, layout.data_rank, step, structure, batch)
         return self._drivers.for_targets(structure, signature)
+
+    def _metric_weights(self) -> dict[str, float]:
+        """Return the sums of weights of the last stage's metrics that are means, by name."""
+        found = {name: count for name, (_, count) in means_in_logs(self).items()}
+        loss = compat.compiled_loss(self)
+        return found | {metric.name: float(metric.count) for metric in (loss.metrics if loss else ())}
 
     def _metric_results(self) -> dict[str, Any]:
         """Return the last stage's metrics without the loss, in the order in which Keras lists them."""

@@ -37,6 +37,17 @@ def check_open_batch_size(graph: LayerGraph) -> None:
         )
 
 
+def check_dense_inputs(model: Any) -> None:
+    """Raise HvpipeError for inputs that may be missing, or sparse: micro-batches are slices of tensors."""
+    for layer in model.layers:
+        odd = next((what for what in ("optional", "sparse", "ragged") if getattr(layer, what, False)), None)
+        if isinstance(layer, keras.layers.InputLayer) and odd is not None:
+            raise HvpipeError(
+                "A pipeline cuts batches, so each of the model's inputs should be a dense tensor. "
+                f"Received: input {layer.name!r} with {odd}=True"
+            )
+
+
 def check_real_wires(stages: Stages) -> None:
     """Raise HvpipeError for complex numbers between stages: they have no gradients to send back."""
     graph = stages.graph

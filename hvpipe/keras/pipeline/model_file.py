@@ -74,8 +74,14 @@ def read_whole(
         Whether the optimizer's state was read.
 
     Raises:
-        HvpipeError: Reading failed. Raised on all ranks, before anything has changed.
+        HvpipeError: Reading failed, or it is a file of another format. Raised on all ranks, before anything
+            has changed.
     """
+    if not str(path).endswith((".keras", ".weights.h5", ".weights.json")):
+        raise HvpipeError(
+            "A pipeline should load a file that ends with .keras, .weights.h5 or .weights.json. "
+            f"Received: {os.fspath(path)!r}"
+        )
 
     def read() -> dict[str, Any]:
         stand_in = None

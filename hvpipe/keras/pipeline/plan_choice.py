@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,18 @@ class PipelineOptions:
     profile: Profile | str | os.PathLike[str] | None = None
     cluster: Cluster | str | os.PathLike[str] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("microbatches", "chunks"):
+            value = getattr(self, name)
+            if value is not None and not _is_count(value):
+                raise HvpipeError(f"{name} should be a whole number. Received: {name}={value!r}")
+        listed = isinstance(self.replicas, Sequence) and all(map(_is_count, self.replicas))
+        if self.replicas is not None and not listed:
+            raise HvpipeError(
+                "replicas should be the number of ranks of each stage, such as (2, 1, 1). "
+                f"Received: replicas={self.replicas!r}"
+            )
+
     @property
     def checked_recompute(self) -> bool | tuple[int, ...] | None:
         """`recompute` in the form that plans have."""
@@ -49,11 +62,14 @@ class PipelineOptions:
     def pipelining(self) -> Pipelining:
         """The options with defaults filled in, for a pipeline without a plan."""
         schedule = DEFAULT_PIPELINING.schedule if self.schedule is None else self.schedule
+        chunks = self.chunks
+        if chunks is None or (self.schedule is None and self.cluster is not None):
+            chunks = 2 if schedule == "interleaved" else 1  # the planner may choose another schedule
         return Pipelining(
             schedule,
             DEFAULT_PIPELINING.microbatches if self.microbatches is None else self.microbatches,
             self.checked_recompute or False,
-            (2 if self.chunks is None else self.chunks) if schedule == "interleaved" else 1,
+            chunks,
         )
 
     @property
@@ -171,6 +187,10 @@ def _check_counts(graph: LayerGraph, count: int, how: Pipelining) -> None:
         )
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def _stage_counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int, tuple[int, ...]]:
     """Return the number of stages that have their own ranks, and the number of ranks of each."""
     if replicas is not None and (not replicas or min(replicas) < 1 or sum(replicas) != size):
@@ -180,7 +200,7 @@ def _stage_counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tup
         )
     if stages == "auto":
         stages = size if replicas is None else len(replicas)
-    if not isinstance(stages, int) or not 1 <= stages <= size:
+    if not _is_count(stages) or not 1 <= stages <= size:
         raise HvpipeError(
             f"stages should be 'auto', a plan, or a number from 1 to {size}, the number of ranks. "
             f"Received: stages={stages!r}"

@@ -58,6 +58,11 @@ class Subclassed(keras.Model):
         return inputs
 
 
+def with_an_input(**options: Any) -> keras.Model:
+    inputs = keras.Input((4,)), keras.Input((4,), name="maybe", **options)
+    return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Dense(4)(inputs[0])))
+
+
 def of_a_fixed_batch() -> keras.Model:
     return keras.Sequential([keras.Input(batch_shape=(8, 12)), *(keras.layers.Dense(4) for _ in range(4))])
 
@@ -75,11 +80,17 @@ def of_a_fixed_batch() -> keras.Model:
             {"schedule": "interleaved", "chunks": 50, "microbatches": 64},
             r"as many stages as layer calls",
         ),
+        (mlp, {"chunks": 3}, r"chunks should be 2 or more with schedule='interleaved'.*Received: .*chunks=3"),
+        (mlp, {"microbatches": "4"}, r"microbatches should be a whole number. Received: microbatches='4'"),
+        (mlp, {"stages": True}, r"Received: stages=True"),
+        (mlp, {"replicas": 2}, r"replicas should be .*Received: replicas=2"),
         (mlp, {"replicas": (1, 98)}, r"replicas should be"),
         (mlp, {"replicas": ()}, r"replicas should be"),
         (Subclassed, {}, r"subclassed model into a function"),
         (lambda: None, {}, r"should return a Keras model"),
         (3, {}, r"needs a Keras model or a function"),
+        (functools.partial(with_an_input, optional=True), {}, r"'maybe' with optional=True"),
+        (functools.partial(with_an_input, sparse=True), {}, r"'maybe' with sparse=True"),
         (of_a_fixed_batch, {}, r"without batch_shape. Received: an input of shape \(8, 12\)"),
     ],
 )

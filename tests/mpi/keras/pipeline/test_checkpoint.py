@@ -317,6 +317,8 @@ def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(trained: Trained, f
         ):
             trained.pipe.load(folder / file)
         assert_same(before, state(trained.pipe))
+    with pytest.raises(HvpipeError, match=r"ends with \.keras, .*Received: '.*/old\.h5'"):
+        trained.pipe.load(folder / "old.h5")
 
 
 # Callbacks --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+import hvpipe
 import hvpipe.keras as hk
 import hvpipe.keras.graph.activity_losses
 from hvpipe.errors import HvpipeError
@@ -324,6 +325,39 @@ def test_a_masked_loss_covers_the_whole_batch(weighted: bool) -> None:
     options = {"sample_weight": np.linspace(0, 1, 120).reshape(20, 6)} if weighted else {}
     fit = trained(x, y, validation_data=(x[:10], y[:10]), **options)
     check_equal(told(tagger, fit, loss=CROSSENTROPY, metrics=["accuracy"]))
+
+
+@pytest.mark.parametrize("merge", [layers.Add, layers.Multiply])
+def test_attention_deletes_the_masks_that_it_reads(merge: Any) -> None:
+    """Regression: the mask was missing where a stage sent it, or was there again in a later stage."""
+
+    def attention() -> keras.Model:
+        inputs = keras.Input((6,), dtype="int32")
+        x = layers.Embedding(9, 16, mask_zero=True)(inputs)
+        y = layers.Dense(16)(merge()([x, layers.MultiHeadAttention(2, 8)(x, x)]))
+        return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(layers.Dense(16)(y))))
+
+    x, y = tokens()
+    check_equal(told(attention, trained(x, y[:, 0]), loss=CROSSENTROPY))
+
+
+def test_losses_of_several_outputs_on_replicas() -> None:
+    """Regression: replicas counted by samples, and each batch counts as much as its micro-batches do."""
+    x, _ = batches(mlp, 25)
+
+    def two() -> keras.Model:
+        inputs = keras.Input((12,))
+        return keras.Model(inputs, {name: layers.Dense(1, name=name)(inputs) for name in "pq"})
+
+    y = {"p": x[:, :1] ** 2, "q": x[:, 1:2]}
+    found = []
+    # In a graph: eagerly, Keras weighs the losses of batches by their sizes.
+    for make in (two, lambda: hk.pipeline_parallel(two, stages=1, microbatches=hvpipe.size() + 2)):
+        keras.utils.set_random_seed(5)
+        model = make()
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics={"p": "mae"})
+        found.append(trained(x, y, validation_data=(x, y))(model))
+    check_equal((found[0], found[1]))
 
 
 def test_each_output_has_its_own_mask() -> None:
