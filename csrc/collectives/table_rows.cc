@@ -32,8 +32,12 @@ bool IsZero(const char* row, std::size_t bytes) {
 
 }  // namespace
 
-TableRows::TableRows(std::size_t rows, std::size_t elements, DType wire)
-    : elements_(elements), wire_(wire), flags_(rows), buffer_(std::make_shared<AlignedBuffer>()) {}
+TableRows::TableRows(std::size_t rows, std::size_t elements, DType wire, bool from_gpu)
+    : elements_(elements),
+      wire_(wire),
+      from_gpu_(from_gpu),
+      flags_(rows),
+      buffer_(std::make_shared<AlignedBuffer>()) {}
 
 void TableRows::Pack(const void* table, DType type, double scale) {
   const auto* const first = static_cast<const char*>(table);
@@ -57,9 +61,11 @@ void TableRows::PackSlices(const std::int64_t* slices, std::size_t count, const 
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(),
                    [&](std::size_t a, std::size_t b) { return number(a) < number(b); });
-  if (count > 0 && number(order.back()) >= static_cast<std::int64_t>(rows())) {
+  const auto end = static_cast<std::int64_t>(rows());
+  while (from_gpu_ && count > 0 && number(order[count - 1]) >= end) --count;
+  if (count > 0 && number(order[count - 1]) >= end) {
     throw Error("The rows of a gradient should be numbered from 0 to " + std::to_string(rows() - 1) +
-                    ", the last row of its table. Received: row " + std::to_string(number(order.back())),
+                    ", the last row of its table. Received: row " + std::to_string(number(order[count - 1])),
                 ErrorKind::kUsage);
   }
   std::fill(flags_.begin(), flags_.end(), 0);

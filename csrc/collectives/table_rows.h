@@ -26,8 +26,9 @@ class TableRows {
   // The marks of more ranks are more bytes than the flags.
   static constexpr int kMostMarked = 31;
 
-  // `rows` rows of `elements` elements, which are sent as `wire`.
-  TableRows(std::size_t rows, std::size_t elements, DType wire);
+  // `rows` rows of `elements` elements, which are sent as `wire`. With `from_gpu`, PackSlices ignores numbers
+  // that are too large, as TensorFlow does on GPUs.
+  TableRows(std::size_t rows, std::size_t elements, DType wire, bool from_gpu = false);
 
   // Pack the non-zero rows * `scale`, cast to the wire type.
   void Pack(const void* table, DType type, double scale);
@@ -82,6 +83,7 @@ class TableRows {
 
   std::size_t elements_;
   DType wire_;
+  bool from_gpu_;
   std::vector<std::uint16_t> flags_;
   std::vector<std::size_t> own_, present_;  // row numbers: of this rank, of any rank; ascending
   std::shared_ptr<AlignedBuffer> buffer_;

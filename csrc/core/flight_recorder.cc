@@ -103,7 +103,8 @@ void FlightRecorder::Beat(std::uint64_t steps, std::uint64_t operations) {
   const double now = Now();
   NoticeFreeze(now);
   header.beat_s = now;
-  if (header.signal == SIGTERM && header.ending == 0 && now - header.ended_s > kHandledS) {
+  if (header.signal == SIGTERM && header.ending == 0 && header.ended_s > 0 &&
+      now - header.ended_s > kHandledS) {
     header.signal = 0;
     header.ended_s = 0;
   }
@@ -139,10 +140,11 @@ void FlightRecorder::OnSignal(int number) {
   FlightRecorder* const recorder = active.load();
   if (recorder != nullptr && recorder->file_->header.pid == getpid()) {
     Header& header = recorder->file_->header;
-    if (header.signal == 0) {
+    // A rank that has handled SIGTERM may end by another signal.
+    if (header.signal == 0 || (!handled && header.ending == 0)) {
       recorder->NoticeFreeze(Now());
-      header.signal = number;
       if (handled ? header.ending == 0 : header.ending.exchange(1) == 0) header.ended_s = Now();
+      header.signal = number;
     }
   }
   if (handled) return handler(number);

@@ -38,7 +38,8 @@ std::unique_ptr<GradientBuckets::Bucket> GradientBuckets::MakeBucket(BucketLayou
           "A bucket with rows should hold one table of equal rows. Received: bucket=" + bucket->layout.name,
           ErrorKind::kUsage);
     }
-    bucket->table = std::make_unique<TableRows>(count / row, row, bucket->layout.wire_type);
+    bucket->table =
+        std::make_unique<TableRows>(count / row, row, bucket->layout.wire_type, memory == Memory::kDevice);
   } else if (memory == Memory::kDevice) {
     bucket->device = std::make_unique<DeviceBuffer>(device_.get(), count, bucket->layout.wire_type);
   } else {

@@ -246,7 +246,9 @@ class SubmitRowsOp : public SubmitOp {
       const BucketLayout& layout = engine->buckets().layout(plan_, bucket_);
       const tf::Tensor &rows = context->input(1), &values = context->input(2);
       const auto count = static_cast<std::size_t>(rows.NumElements());
-      OP_REQUIRES(context, layout.row > 0, TracedBefore(layout, 1));
+      OP_REQUIRES(context, layout.row > 0,
+                  absl::InvalidArgumentError("The step was traced before hvpipe.init(): bucket " +
+                                             layout.name + " takes no rows. Received: rows of a table"));
       OP_REQUIRES(context, static_cast<std::size_t>(values.NumElements()) == count * layout.row,
                   SizeChanged(layout.name, values.shape()));
       engine->buckets().SubmitRows(plan_, bucket_, rows.flat<std::int64_t>().data(), count,

@@ -88,7 +88,7 @@ def first_to_end(flights: Sequence[Flight]) -> Flight | None:
     own = [one for one in flights if _ended_by_itself(one)]
     first = min(own, key=_end_s, default=None)
     lost = [one.ended_s for one in flights if one.ended_s is not None and _lost_a_peer(one)]
-    launcher = [one.ended_s for one in flights if one.ended_s is not None and one.signal == signal.SIGTERM]
+    launcher = [one.ended_s for one in flights if one.ended_s is not None and _ended_by_sigterm(one)]
     if len(launcher) == len(flights) > 1 and len({one.host for one in flights}) == 1:  # one clock
         sooner, later = sorted(flights, key=_end_s)[:2]
         return sooner if _end_s(later) - _end_s(sooner) > _ALONE_S else None
@@ -223,7 +223,12 @@ def _lost_a_peer(flight: Flight) -> bool:
 
 def _ended_by_itself(flight: Flight) -> bool:
     """Tell whether an error or a crash of its own ended this rank."""
-    return flight.ended_s is not None and flight.signal != signal.SIGTERM and not _lost_a_peer(flight)
+    return flight.ended_s is not None and not _ended_by_sigterm(flight) and not _lost_a_peer(flight)
+
+
+def _ended_by_sigterm(flight: Flight) -> bool:
+    """Tell whether SIGTERM ended this rank. One that handled it, and failed after that, has an error."""
+    return flight.signal == signal.SIGTERM and not flight.why
 
 
 def _end_words(flight: Flight, code: int | None = None, first: bool = False) -> str:
@@ -238,7 +243,7 @@ def _end_words(flight: Flight, code: int | None = None, first: bool = False) -> 
         )
     if flight.why:
         return f"at {at} by {flight.why.partition(chr(10))[0]}"
-    if flight.signal == signal.SIGTERM:
+    if _ended_by_sigterm(flight):
         return f"at {at} by SIGTERM, " + (
             "which came to this rank first" if first else "as the launcher ends the others"
         )

@@ -144,8 +144,8 @@ def claim(folder: Path) -> bool:
 
     A file system without locks returns True.
     """
-    lock = folder.absolute() / ".lock"
-    if lock in _locks:
+    lock = folder.resolve() / ".lock"
+    if lock in _locks and os.fstat(_locks[lock]).st_nlink > 0:  # the folder may have been made anew
         return True
     try:
         file = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -158,6 +158,15 @@ def claim(folder: Path) -> bool:
         return not isinstance(error, BlockingIOError)
     _locks[lock] = file
     return True
+
+
+def _forget_locks() -> None:
+    """Leave the locks to the parent process: a child may outlive it."""
+    while _locks:
+        os.close(_locks.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _all(folder: Path) -> list[Path]:

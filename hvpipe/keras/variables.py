@@ -60,7 +60,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
         return
     check_same_variables(session, variables)
     # In pieces, because the values of a large model may not fit into memory several times.
-    sizes_bytes = [int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables]
+    sizes_bytes = [_nbytes(v) for v in variables]
     for members in cut_buckets(sizes_bytes, _PIECE_BYTES):
         values = [np.asarray(variables[place].numpy()) for place in members]
         parts = [value.reshape(-1).view(np.uint8) for value in values]
@@ -75,6 +75,12 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
             end = start + value.nbytes
             variables[place].assign(packed[start:end].view(value.dtype).reshape(value.shape))
             start = end
+
+
+def _nbytes(variable: Any) -> int:
+    if None in variable.shape:
+        return int(np.asarray(variable.numpy()).nbytes)
+    return int(np.prod(variable.shape)) * int(tf.as_dtype(variable.dtype).size)
 
 
 def check_same_variables(session: Session, variables: Sequence[Any]) -> None:

@@ -63,6 +63,16 @@ TOLD = {"signal": 15}
             id="an error; the launcher killed the others",
         ),
         pytest.param(
+            [
+                flight(0, 6.0, "PeerError: lost", **TOLD),
+                flight(1, 5.5, "OSError: full", **TOLD),
+                flight(2, 6.0, "PeerError: lost", **TOLD),
+            ],
+            1,
+            "by OSError: full",
+            id="all ranks have handled SIGTERM, then one fails",
+        ),
+        pytest.param(
             [flight(0, 6.0, **TOLD), flight(1, 5.5, signal=11), flight(2, 6.0, **TOLD)],
             1,
             "by a crash: SIGSEGV",

@@ -167,7 +167,8 @@ def spread(name: str, schedule: str = "1f1b") -> Run:
 
 @cache
 def _spread(name: str, schedule: str) -> Run:
-    return pipelined(name) if schedule == "1f1b" else pipelined(name, schedule=schedule, chunks=2)
+    options = {"chunks": 2} if schedule == "interleaved" else {}
+    return pipelined(name, schedule=schedule, **options)
 
 
 def both(build: Build, told: Callable[[Any], Any], **options: Any) -> tuple[Any, Any]:

@@ -64,7 +64,7 @@ def _reduction(
             raise ValueError(f"Give op or average, not both. Received: op={op}, average={average}")
         op = Average if average else Sum
     chosen = Average if op is None else op
-    if isinstance(chosen, bool) or chosen not in range(len(OP_NAMES)):
+    if type(chosen) is not int or chosen not in range(len(OP_NAMES)):
         raise ValueError(f"op should be Average, Sum, Adasum, Min, Max or Product. Received: op={op!r}")
     name = OP_NAMES[chosen]
     # Horovod raises the same errors.

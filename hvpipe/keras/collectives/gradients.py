@@ -6,6 +6,7 @@ The default way, an average over all ranks, has its own planned and overlapped p
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -165,7 +166,8 @@ def wrap_optimizer(
         raise HvpipeError(
             f"DistributedOptimizer needs a keras.optimizers.Optimizer. Received: {described_type(optimizer)}"
         )
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+    given: Any = passes
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 1:
         raise ValueError(
             f"backward_passes_per_step should be 1 or more. Received: backward_passes_per_step={passes!r}"
         )

@@ -106,9 +106,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if added.mpi_comm is not None and added.ranks is None:
         added.ranks = sorted(added.mpi_comm.allgather(current().world.rank))
     assert added.ranks is not None
+    given: list[tuple[list[int], bool]] = current().engine.allgather_object(
+        (added.ranks, added.mpi_comm is not None)
+    )
     sets = [added.ranks]
-    if added.mpi_comm is not None:
-        everyone: list[list[int]] = current().engine.allgather_object(added.ranks)
+    if all(from_communicator for _, from_communicator in given):  # which may have been split
+        everyone = [ranks for ranks, _ in given]
         sets = [ranks for place, ranks in enumerate(everyone) if ranks not in everyone[:place]]
     try:
         numbers = [current().named_calls().add_set(ranks) for ranks in sets]
@@ -141,8 +144,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or number == 0:
         return False
     process_set.process_set_id = None
-    removed: bool = current().named_calls().remove_set(number)
-    return removed
+    given: list[tuple[int, bool]] = current().engine.allgather_object(
+        (number, process_set.mpi_comm is not None)
+    )
+    split = all(from_communicator for _, from_communicator in given)
+    numbers = sorted({each for each, _ in given}) if split else [number]
+    removed = [current().named_calls().remove_set(each) for each in numbers]
+    return all(removed)
 
 
 def number_of(process_set: ProcessSet | None) -> int:

@@ -96,6 +96,8 @@ class BucketReducer:
             table_bytes=table_bytes if options.slices or not on_device else None,
             by_nccl=on_device and session.engine.nccl_connects_all,
         )
+        self.used = False
+        """Whether any graph or eager step has announced steps of this plan."""
         self._gradients = gradients
         self._on_device = on_device
         self._on_stream = on_device and options.on_stream
@@ -148,6 +150,7 @@ class BucketReducer:
                 "switches it on by default if there is a GPU), or to tf.function. "
                 "Received: a step that reduces gradients under jit_compile=True"
             )
+        self.used = True
         self._session.announcements += 1
         with tf.control_dependencies([*_take_collected(), samples]), on_the_host():
             # TensorFlow reads a variable at once. A sum it would queue behind the forward.
@@ -219,8 +222,12 @@ class BucketReducer:
             rows, values = library().hvpipe_collect_rows(
                 token=token, shapes=[shape], T=dtype, plan=self._plan_id, bucket=sent
             )
+            whole = tf.constant(shape, tf.int64)
+        rows.set_shape([None])
+        values.set_shape([None, *shape[1:]])
         with tf.device(_GPU):
-            table = dense(tf.IndexedSlices(values, rows, tf.constant(shape, tf.int64)))
+            table = dense(tf.IndexedSlices(values, rows, whole))
+        table.set_shape(shape)
         note_collected(table)
         return table
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import check_variables_are_known, trained_variables, warn_of_empty_gradients
-from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, dense, one_sample
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions, dense, one_sample
 from hvpipe.keras.data_parallel.bucket_update import BucketUpdate, acts_by_variable
 from hvpipe.keras.data_parallel.compressed_reduce import make_reducer
 from hvpipe.keras.data_parallel.gradient_accumulation import accumulate
@@ -321,6 +321,13 @@ class OptimizerHook:
             self._plans[key] = Buckets(reducer, update)
         self._buckets = self._plans[key]
 
+    def _replace(self, before: BucketReducer) -> None:
+        """Let the present plan take the place of one that no step has used, whose buffers it frees."""
+        with tf.init_scope():
+            self._buckets.reducer.step.assign(before.step)
+        self._plans = {key: each for key, each in self._plans.items() if each.reducer is not before}
+        before.end()
+
     # --- Gradients -------------------------------------------------------------------------------------
 
     def _apply_in_step(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -336,8 +343,11 @@ class OptimizerHook:
         if not fits:
             check_variables_are_known(self.optimizer, trained)
         if not fits or dense_tables:
+            before = self._buckets.reducer
             self._options = replace(self._options, tables=self._options.tables - dense_tables)
-            self._plan_for(self._buckets.reducer.variables if fits else trained)
+            self._plan_for(before.variables if fits else trained)
+            if dense_tables and not before.used:
+                self._replace(before)
         if len(trained) < len(variables) and self._session.world.rank == 0:
             warn_of_empty_gradients(self.optimizer, grads, variables)
         buckets = self._buckets

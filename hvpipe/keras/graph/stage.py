@@ -75,11 +75,11 @@ class StageFunctions:
         self.has_loss = self._loss is not None or bool(self._regularized) or may_add_losses(layers)
         self.loss_dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
         self.outputs_of_model = len(graph.outputs) if self._last else 0
-        mask_ends = graph.mask_ends()
+        self._mask_ends = graph.mask_ends()
         self.masked = [
             index
             for index, number in enumerate(graph.outputs)
-            if self._last and graph.tensors[number].mask_shape is not None and number not in mask_ends
+            if self._last and graph.tensors[number].mask_shape is not None and number not in self._mask_ends
         ]
         self._recompute = recompute
         self._ignored: frozenset[int] = frozenset()  # indices among the floating outputs
@@ -168,6 +168,9 @@ class StageFunctions:
         with scaled_activities(graph.layers(cut.calls), self._share_of):
             for index in cut.calls:
                 call = graph.calls[index]
+                for number, _ in call.reads:
+                    if index > self._mask_ends.get(number, index):
+                        compat.set_keras_mask(known[number], None)
                 for (number, _), value in zip(call.writes, call(known, training), strict=True):
                     known[number] = value
                     masks[number] = compat.get_keras_mask(value)
@@ -176,6 +179,8 @@ class StageFunctions:
         for wire, value in zip(cut.outputs, found, strict=True):
             self._check_dtype(wire, value)
         results = [known[number] for number in graph.outputs] if self._last else []
+        for number in self._mask_ends.keys() & set(graph.outputs if self._last else ()):
+            compat.set_keras_mask(known[number], None)
         if not with_loss:
             return [*found, *results]
         losses.extend(v.regularizer(v) for v in self._regularized)

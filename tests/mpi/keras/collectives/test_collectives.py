@@ -449,6 +449,12 @@ def test_process_sets_of_a_communicator_that_was_split() -> None:
     mine = hvd.add_process_set(hvd.ProcessSet(split))
     assert (mine.ranks, mine.size()) == (same, len(same))
     assert hvd.allreduce(tf.constant(rank), op=hvd.Sum, process_set=mine).numpy() == sum(same)
+    assert hvd.remove_process_set(mine)
+    # Only members may have a communicator.
+    split.allgather = lambda _: [0]
+    first = hvd.add_process_set(hvd.ProcessSet(split) if rank == 0 else [0])
+    assert (first.ranks, first.included()) == ([0], rank == 0)
+    assert hvd.remove_process_set(first)
 
 
 def test_ranks_with_less_data_join() -> None:

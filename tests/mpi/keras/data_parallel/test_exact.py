@@ -112,6 +112,8 @@ CASES = {
     "table_loss_scale": Case(
         lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), dynamic_growth_steps=3), build=table
     ),
+    # It asks for the shapes of gradients.
+    "table_nadam": Case(lambda: optimizers.Nadam(0.01), build=table, steps=6),
     "tied_table": Case(lambda: optimizers.Adam(0.01), build=tied, steps=6),
 }
 
@@ -167,7 +169,7 @@ def test_backward_gives_the_bits_of_none(name: str) -> None:
     ("name", "overlap"),
     [
         *(("momentum", "none"), ("momentum", "backward"), ("momentum", "step")),
-        *(("table", "none"), ("table", "step"), ("tied_table", "backward"), ("tied_table", "step")),
+        *(("table", "none"), ("table_nadam", "step"), ("tied_table", "backward"), ("tied_table", "step")),
         *(("loss_scale", "step"), ("steps_per_execution", "step"), ("accumulation", "step")),
         ("table_accumulation_global_clipnorm", "backward"),
     ],
@@ -178,7 +180,7 @@ def test_gradients_in_device_memory_give_the_bits_of_none(
     """The kernels for GPUs, on a fake device that runs its streams as late as CUDA allows."""
     found = trained(name, overlap)
     # Rows go through the host, but not tables with dense gradients.
-    assert ("hvpipe_submit_rows" in in_device_memory) == (name == "table")
+    assert ("hvpipe_submit_rows" in in_device_memory) == (name in ("table", "table_nadam"))
     assert "hvpipe_collect" in in_device_memory
     assert_same_on_all_ranks(found)
     assert_same_bits(found, trained_linearly(name))

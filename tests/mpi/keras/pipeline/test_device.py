@@ -47,8 +47,8 @@ def sent(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_tensors_on_devices_and_through_the_host_train_alike(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch, sent: list[Any]
 ) -> None:
-    options = {} if schedule == "1f1b" else {"schedule": schedule, "chunks": 2}
-    there = pipelined(name, **options)
+    options = {"chunks": 2} if schedule == "interleaved" else {}
+    there = pipelined(name, schedule=schedule, **options)
     # TensorFlow keeps integers, such as the transformer's tokens, in host memory.
     assert {tensor.dtype.name for tensor in sent} <= {"float32", "float64"}
     monkeypatch.setattr(pipeline_model, "device_of_messages", lambda _: None)
