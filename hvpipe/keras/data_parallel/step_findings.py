@@ -59,7 +59,11 @@ class UpdateInGraph:
     """
 
     def __init__(
-        self, graph: Any, trained: Sequence[Any], hidden: bool, dense_tables: frozenset[int]
+        self,
+        graph: Any,
+        trained: Sequence[Any],
+        hidden: bool,
+        dense_tables: frozenset[int] = frozenset(),
     ) -> None:
         self._graph = graph
         self._found = StepFindings(tuple(trained), update_is_hidden=hidden, dense_tables=dense_tables)
