@@ -106,13 +106,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if added.mpi_comm is not None and added.ranks is None:
         added.ranks = sorted(added.mpi_comm.allgather(current().world.rank))
     assert added.ranks is not None
-    given: list[tuple[list[int], bool]] = current().engine.allgather_object(
-        (added.ranks, added.mpi_comm is not None)
-    )
-    sets = [added.ranks]
-    if all(from_communicator for _, from_communicator in given):  # which may have been split
-        everyone = [ranks for ranks, _ in given]
-        sets = [ranks for place, ranks in enumerate(everyone) if ranks not in everyone[:place]]
+    sets = _of_every_part(added, added.ranks)
     try:
         numbers = [current().named_calls().add_set(ranks) for ranks in sets]
         added.process_set_id = numbers[sets.index(added.ranks)]
@@ -144,13 +138,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or number == 0:
         return False
     process_set.process_set_id = None
-    given: list[tuple[int, bool]] = current().engine.allgather_object(
-        (number, process_set.mpi_comm is not None)
-    )
-    split = all(from_communicator for _, from_communicator in given)
-    numbers = sorted({each for each, _ in given}) if split else [number]
+    numbers = _of_every_part(process_set, number)
     removed = [current().named_calls().remove_set(each) for each in numbers]
     return all(removed)
+
+
+def _of_every_part(process_set: ProcessSet, mine: Any) -> list[Any]:
+    """Return `mine` of all parts of a communicator that may have been split, each once; collective.
+
+    If any rank has made its set from a list of ranks, return only this rank's.
+    """
+    given = current().engine.allgather_object((mine, process_set.mpi_comm is not None))
+    if not all(from_communicator for _, from_communicator in given):
+        return [mine]
+    parts = [part for part, _ in given]
+    return [part for place, part in enumerate(parts) if part not in parts[:place]]
 
 
 def number_of(process_set: ProcessSet | None) -> int:
