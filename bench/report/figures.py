@@ -23,6 +23,7 @@ from bench.rounds.record import ALONE, Case, Round
 from bench.rounds.timed_steps import counted, mean_noise, slowest_rank, steps_noise
 from bench.systems import SYSTEMS
 
+BESIDE_TCP = "single-beside-tcp"
 LinksRate = Literal["set", "measured", ""]
 
 
@@ -45,7 +46,8 @@ class CaseFigures:
     alone_s: float | None = None  # computing alone in the same group; a drained mean if this step is one
     links_s: float | None = None  # the gradients' time on the slowest link
     links_rate: LinksRate = ""  # at the set rate or, without one, at the measured rate
-    bound_s: float | None = None  # the larger of alone_s and links_s
+    bound_s: float | None = None  # the largest of alone_s, links_s and the step beside plain TCP
+    beside_tcp: bool = False  # whether that step was measured
     usage: Usage = field(default_factory=Usage)
 
     @property
@@ -78,8 +80,11 @@ def all_figures(outcome: EvaluationOutcome) -> list[CaseFigures]:
     """Return a row for each case that has figures, with groups in the order of the suite."""
     good = ([each for each in rounds if each.ok] for rounds in rounds_by_case(outcome).values())
     rows = [_case_figures(rounds) for rounds in good if rounds]
-    alone = {row.case.group: row for row in rows if row.case.system == ALONE}
-    return [_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows)]
+    alone, beside = (
+        {row.case.group: row for row in rows if row.case.system == system} for system in (ALONE, BESIDE_TCP)
+    )
+    bounded = (_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows))
+    return [_with_tcp(row, beside.get(row.case.group)) for row in bounded]
 
 
 def rounds_by_case(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
@@ -199,6 +204,14 @@ def _with_bound(outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures
         return replace(row, alone_s=alone_s)  # links may be slower than computing alone
     links_s = communication_bound_s(gradient_bytes, cluster.hosts, rate)
     return replace(row, alone_s=alone_s, links_s=links_s, links_rate=rate_is, bound_s=max(alone_s, links_s))
+
+
+def _with_tcp(row: CaseFigures, beside: CaseFigures | None) -> CaseFigures:
+    """Raise the bound to the step of computing alone while a plain TCP stream sends as many bytes."""
+    if beside is None:
+        return row
+    beside_s = beside.wall_s if row.uneven else beside.step_s
+    return replace(row, bound_s=max(row.bound_s or 0.0, beside_s), beside_tcp=True)
 
 
 def _rate(outcome: EvaluationOutcome, cluster: ClusterFacts) -> tuple[float | None, LinksRate]:

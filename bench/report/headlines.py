@@ -84,12 +84,12 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
     ratios = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
     if ratios:
-        rates = [row for row in ours if row.links_rate == "measured" and row.over_bound is not None]
-        rate = f"their set rate ({_cases(len(rates))}: measured)" if rates else "their set rate"
-        detail = f"the larger of computing alone and the links at {rate}; geometric mean of"
+        bounded = [row for row in ours if row.over_bound is not None]
         found.append(
             Headline(
-                "step over its bound", f"{geometric_mean(ratios):.2f}x", f"{detail} {_cases(len(ratios))}"
+                "step over its bound",
+                f"{geometric_mean(ratios):.2f}x",
+                f"{_bounds(bounded)}; geometric mean of {_cases(len(ratios))}",
             )
         )
     found += [
@@ -139,6 +139,18 @@ def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
     return [
         f"{measured} of {planned} planned rounds have figures. Others failed, were skipped or are to run."
     ]
+
+
+def _bounds(rows: Sequence[CaseFigures]) -> str:
+    """Say what the bounds of these cases are."""
+    beside = [row for row in rows if row.beside_tcp]
+    tcp = "computing alone while a plain TCP stream sends as many bytes"
+    if len(beside) == len(rows):
+        return tcp
+    rates = [row for row in rows if row.links_rate == "measured" and not row.beside_tcp]
+    rate = f"their set rate ({_cases(len(rates))}: measured)" if rates else "their set rate"
+    links = f"the larger of computing alone and the links at {rate}"
+    return f"{tcp} ({_cases(len(beside))}), else {links}" if beside else links
 
 
 def _compared(tried: Sequence[Case], baselines: Sequence[str]) -> list[Case]:

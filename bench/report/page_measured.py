@@ -71,9 +71,16 @@ def steps(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
     made = []
     for name, members in by_group(rows).items():
         marks = {}
-        bound_s = members[0].bound_s
-        if bound_s is not None:
-            marks["bound (links as measured)" if members[0].links_rate == "measured" else "bound"] = bound_s
+        first = members[0]
+        if first.bound_s is not None:
+            by = (
+                "plain TCP"
+                if first.beside_tcp
+                else "links as measured"
+                if first.links_rate == "measured"
+                else ""
+            )
+            marks[f"bound ({by})" if by else "bound"] = first.bound_s
         drawing = bars(
             f"step time, {name}",
             {row.case.system: row.step_s for row in members},

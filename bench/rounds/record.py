@@ -86,7 +86,7 @@ class RankRound:
     sent_bytes: int = 0  # by its host, on the wire, per step; 0 if not counted
     first_step_s: float = 0.0  # tracing and first step
     batch: int = 0  # samples of its step; 0 in older results
-    gradient_bytes: int = 0  # float32, without Embeddings; for the bound of the links
+    gradient_bytes: int = 0  # float32, of Embeddings the batch's rows; for the bound of the links
     utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...
     loss: list[float] = field(default_factory=list)  # a value for each epoch
     accuracy: list[float] = field(default_factory=list)

@@ -102,8 +102,8 @@ _ALL = (
         exact=False,
         notes=(
             *_SINGLE.notes,
-            "beside each host's first rank a process sends as many bytes as an all-reduce of all gradients "
-            "but Embeddings",
+            "beside each host's first rank a process sends as many bytes as the exchange of all gradients; "
+            "an Embedding's are the batch's rows",
         ),
     ),
     System(

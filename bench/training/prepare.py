@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -41,23 +42,20 @@ def claim_gpu(local_rank: int, local_size: int) -> None:
         tf.config.experimental.set_memory_growth(gpu, True)
 
 
-def gradient_bytes(model: Any, *, tables: bool = True) -> int:
-    """Return the bytes of all gradients in float32, which one all-reduce carries.
+def gradient_bytes(model: Any, samples: int) -> int:
+    """Return the bytes of an all-reduce that takes as long as exchanging all gradients in float32.
 
-    Without `tables`, Embeddings do not count, because only the rows of a batch need travel.
+    Of an Embedding only the rows of a step's `samples`, those of all ranks, need travel. They are gathered,
+    which sends half the bytes of an all-reduce.
     """
     import keras
 
     from hvpipe.keras.compat import layers_in
 
-    embeddings = [layer for layer in layers_in(model) if isinstance(layer, keras.layers.Embedding)]
-    left_out = [] if tables else [id(variable) for layer in embeddings for variable in layer.weights]
-    count = 0
-    for variable in model.trainable_variables:
-        if id(variable) in left_out:
-            continue
-        size = 4
-        for length in variable.shape:
-            size *= int(length)
-        count += size
-    return count
+    sizes = {id(each): math.prod(each.shape) for each in model.trainable_variables}
+    for layer in layers_in(model):
+        if isinstance(layer, keras.layers.Embedding):
+            rows = samples * math.prod(layer.input.shape[1:])
+            for variable in layer.trainable_variables:
+                sizes[id(variable)] = min(sizes[id(variable)], rows * layer.output_dim // 2)
+    return 4 * sum(sizes.values())

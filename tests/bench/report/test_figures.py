@@ -71,6 +71,17 @@ def test_efficiency_and_the_bound() -> None:
     assert row("tf-ps", rows).bound_s == 0.6
 
 
+def test_the_step_beside_plain_tcp_is_the_bound_where_it_was_measured() -> None:
+    rounds = [finished(case(name), s) for name, s in (("single", 0.6), ("hvpipe-step", 1.2))]
+    found = outcome(*rounds, finished(case("single-beside-tcp"), 0.8))
+    assert row("hvpipe-step", all_figures(found)).over_bound == pytest.approx(1.5)
+    (head,) = [each for each in headlines(found, all_figures(found)) if "bound" in each.title]
+    assert (
+        head.detail
+        == "computing alone while a plain TCP stream sends as many bytes; geometric mean of 1 case"
+    )
+
+
 def test_links_without_a_set_rate_bound_at_the_measured_rate() -> None:
     cluster = replace(CLUSTER, hosts=3, slowest_bits_per_s=None)
     fast, slow = (LinkFacts("2x1gbit", "a", end, None, rate) for end, rate in (("b", 2e9), ("c", 5e8)))
