@@ -37,8 +37,8 @@ _HOW = (
     "Computing alone means that every rank trains at once without sharing. Efficiency is its step over this "
     "step.",
     "The bound is the step of single-beside-tcp: computing alone while a plain TCP stream sends as many "
-    "bytes. Where that did not run, it is the larger of computing alone and the gradients' time on the slowest "
-    "link at its set rate, which no protocol quite reaches; without a set rate at the measured one.",
+    "bytes. Where that did not run, it is the larger of computing alone and the gradients' time on the "
+    "slowest link at its set rate, which no protocol quite reaches; without a set rate at the measured one.",
     "Bytes sent are those of TCP/IP by the host's counters, which do not see InfiniBand.",
     "Over cases, speedups are averaged geometrically and reductions of time arithmetically.",
 )
