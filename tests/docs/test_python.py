@@ -30,10 +30,7 @@ def build_model():
 model = build_model()
 """
 A_STEP = """
-with tape:
-    value = loss(y, model(x))
-gradients = tape.gradient(value, model.trainable_variables)
-optimizer.apply(gradients, model.trainable_variables)
+step(x, y)
 """
 TOGETHER = """
 import runpy, sys

@@ -6,7 +6,7 @@
     restore               that state on all ranks: kept references, else a broadcast
     repeat                the steps after it, with their batches divided anew
 
-docs/reliability.md has the reasons.
+docs/engine.md has the reasons.
 """
 
 from __future__ import annotations
