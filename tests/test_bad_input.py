@@ -396,7 +396,35 @@ other = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(y.shape[1
 other.compile("adam", "mse")
 hk.data_parallel(other).fit(x, y, batch_size=4, verbose=0)
 """
-    says = r"(?s)A training step ended with an error on this rank.*Received: .*a wrong target"
+    says = r"(?s)A step ended with an error on this rank.*Received: .*a wrong target"
+    fails(tmp_path, INIT + KERAS + script, says)
+
+
+def test_a_pipeline_trains_on_after_ctrl_c_within_a_step(tmp_path: Path) -> None:
+    """Regression: its messages waited for those of the step that it left, until the time limit."""
+    script = """
+seen = []
+def press():
+    seen.append(1)
+    if len(seen) == 3:
+        say_when()
+        signal.raise_signal(signal.SIGINT)
+    return np.float32(0)
+def loss(wanted, found):
+    with tf.control_dependencies([tf.numpy_function(press, [], tf.float32)]):
+        return tf.reduce_mean((wanted - found) ** 2)
+def build():
+    layers = [keras.Input(x.shape[1:]), keras.layers.Dense(4), keras.layers.Dense(y.shape[1])]
+    return keras.Sequential(layers)
+pipe = hk.pipeline_parallel(build, microbatches=2)
+pipe.compile("adam", loss)
+try:
+    pipe.fit(x, y, batch_size=4, verbose=0)
+except KeyboardInterrupt:
+    pass
+pipe.fit(x, y, batch_size=4, verbose=0)
+"""
+    says = r"(?s)A step ended with an error on this rank.*Received: KeyboardInterrupt"
     fails(tmp_path, INIT + KERAS + script, says)
 
 

@@ -108,7 +108,27 @@ void Coordinator::Finish(const Key& key, const Pending& pending, std::vector<Out
   if (!difference.empty()) return Fail(key, complete, Problem::kMismatch, difference, out);
   const std::string trouble = ProblemWithJoined(complete.requests.begin()->second, MembersOf(key.first));
   if (!trouble.empty()) return Fail(key, complete, Problem::kMismatch, trouble, out);
+  const std::string excess = TooManyRows(complete);
+  if (!excess.empty()) return Fail(key, complete, Problem::kUsage, excess, out);
   Answer(key, complete, out);
+}
+
+// Only some ranks would notice in an alltoall, and the others would wait in MPI.
+std::string Coordinator::TooManyRows(const Pending& pending) const {
+  if (pending.requests.begin()->second.kind != Kind::kAlltoall) return "";
+  std::map<int, std::int64_t> rows;  // sent by a rank; received at place p: under -1 - p
+  for (const auto& [rank, request] : pending.requests) {
+    for (std::size_t place = 0; place < request.splits.size(); ++place) {
+      rows[rank] += request.splits[place];
+      rows[-1 - static_cast<int>(place)] += request.splits[place];
+    }
+  }
+  for (const auto& [of, count] : rows) {
+    if (count <= kMostRows) continue;
+    return "An alltoall should send and receive at most " + std::to_string(kMostRows) +
+           " rows on each rank. Received: " + std::to_string(count);
+  }
+  return "";
 }
 
 std::string Coordinator::Difference(const Pending& pending) const {

@@ -55,6 +55,7 @@ class Coordinator {
   void FailWhatNeeds(int rank, std::vector<Outgoing>& out);
   // Empty if the ranks agree.
   std::string Difference(const Pending& pending) const;
+  std::string TooManyRows(const Pending& pending) const;
   std::string ProblemWithJoined(const Request& request, const std::vector<int>& members) const;
   void Answer(const Key& key, const Pending& pending, std::vector<Outgoing>& out);
   std::string AddSet(const Request& request, Response& response);

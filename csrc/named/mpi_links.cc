@@ -2,8 +2,10 @@
 #include "named/mpi_links.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <list>
+#include <numeric>
 
 #include "core/mpi_error.h"
 #include "named/numbers.h"
@@ -12,12 +14,10 @@ namespace hvpipe::named {
 namespace {
 
 constexpr int kExchangeTag = 1;
-// MPI counts in int.
-constexpr std::int64_t kMostAtOnce = std::int64_t{1} << 30;
 
 int AsCount(std::int64_t value) {
-  if (value > kMostAtOnce) {
-    throw Error("A collective should have at most " + std::to_string(kMostAtOnce) +
+  if (value > kMostRows) {
+    throw Error("A collective should have at most " + std::to_string(kMostRows) +
                     " rows or elements. Received: " + std::to_string(value),
                 ErrorKind::kUsage);
   }
@@ -66,9 +66,9 @@ class MpiSetLinks : public SetLinks {
   }
 
   void AllReduce(void* data, std::int64_t count, Type type, ReduceOp op) override {
-    for (std::int64_t start = 0; start < count; start += kMostAtOnce) {
+    for (std::int64_t start = 0; start < count; start += kMostRows) {
       char* const part = static_cast<char*>(data) + static_cast<std::size_t>(start) * SizeOf(type);
-      HVPIPE_MPI(MPI_Allreduce(MPI_IN_PLACE, part, static_cast<int>(std::min(count - start, kMostAtOnce)),
+      HVPIPE_MPI(MPI_Allreduce(MPI_IN_PLACE, part, static_cast<int>(std::min(count - start, kMostRows)),
                                MpiType(type), MpiOp(op, type), communicator_));
     }
   }
@@ -80,8 +80,8 @@ class MpiSetLinks : public SetLinks {
   }
 
   void Exchange(const void* mine, void* theirs, std::size_t bytes, int partner) override {
-    for (std::size_t start = 0; start < bytes; start += kMostAtOnce) {
-      const int part = static_cast<int>(std::min(bytes - start, static_cast<std::size_t>(kMostAtOnce)));
+    for (std::size_t start = 0; start < bytes; start += kMostRows) {
+      const int part = static_cast<int>(std::min(bytes - start, static_cast<std::size_t>(kMostRows)));
       HVPIPE_MPI(MPI_Sendrecv(static_cast<const char*>(mine) + start, part, MPI_BYTE, partner, kExchangeTag,
                               static_cast<char*>(theirs) + start, part, MPI_BYTE, partner, kExchangeTag,
                               communicator_, MPI_STATUS_IGNORE));
@@ -90,11 +90,14 @@ class MpiSetLinks : public SetLinks {
 
   void AllGather(const void* mine, void* all, const std::vector<std::int64_t>& rows,
                  const TensorSpec& tensor) override {
+    const auto place = static_cast<std::size_t>(place_);
+    const std::size_t row_bytes = static_cast<std::size_t>(tensor.row_elements()) * SizeOf(tensor.type);
+    const std::int64_t all_rows = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+    if (std::max(all_rows, tensor.row_elements()) > kMostRows)
+      return AllGatherByRank(mine, static_cast<char*>(all), rows, row_bytes);
     const RowType row(tensor);
     const std::vector<int> counts = AsCounts(rows);
     const std::vector<int> starts = StartsOf(counts);
-    const auto place = static_cast<std::size_t>(place_);
-    const std::size_t row_bytes = static_cast<std::size_t>(tensor.row_elements()) * SizeOf(tensor.type);
     // MPI takes no buffer twice but by this name.
     const bool in_place =
         mine == static_cast<char*>(all) + static_cast<std::size_t>(starts[place]) * row_bytes;
@@ -103,8 +106,8 @@ class MpiSetLinks : public SetLinks {
   }
 
   void Broadcast(void* data, std::size_t bytes, int root) override {
-    for (std::size_t start = 0; start < bytes; start += kMostAtOnce) {
-      const int part = static_cast<int>(std::min(bytes - start, static_cast<std::size_t>(kMostAtOnce)));
+    for (std::size_t start = 0; start < bytes; start += kMostRows) {
+      const int part = static_cast<int>(std::min(bytes - start, static_cast<std::size_t>(kMostRows)));
       HVPIPE_MPI(MPI_Bcast(static_cast<char*>(data) + start, part, MPI_BYTE, root, communicator_));
     }
   }
@@ -120,6 +123,17 @@ class MpiSetLinks : public SetLinks {
   void Free() override { HVPIPE_MPI(MPI_Comm_free(&communicator_)); }
 
  private:
+  // MPI_Allgatherv has no counts for so many rows.
+  void AllGatherByRank(const void* mine, char* all, const std::vector<std::int64_t>& rows,
+                       std::size_t row_bytes) {
+    for (std::size_t rank = 0; rank < rows.size(); ++rank) {
+      const std::size_t bytes = static_cast<std::size_t>(rows[rank]) * row_bytes;
+      if (rank == static_cast<std::size_t>(place_) && mine != all) std::memcpy(all, mine, bytes);
+      Broadcast(all, bytes, static_cast<int>(rank));
+      all += bytes;
+    }
+  }
+
   MPI_Comm communicator_;
   int place_ = 0;
 };

@@ -344,6 +344,10 @@ void NamedCalls::Handle(const Response& response) {
     RunCollective(response, call);
   } catch (const CallError& error) {
     return End(key, &error, nullptr);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kUsage) throw;
+    const CallError refused{Problem::kUsage, error.what()};  // on all ranks alike, before MPI was called
+    return End(key, &refused, nullptr);
   }
   End(key, nullptr, &response);
 }

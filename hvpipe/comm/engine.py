@@ -480,8 +480,8 @@ class Engine:
         """End all communication with an error, because a step that began will not be complete."""
         if self.core is not None:
             self.core.fail(
-                "A training step ended with an error on this rank after it began. "
-                "The other ranks may wait for its gradients, and the weights may be updated in part, "
+                "A step ended with an error on this rank after it began. "
+                "The other ranks may wait for its tensors, and the weights may be updated in part, "
                 f"so this process cannot continue training. Received: {why}"
             )
 

@@ -44,6 +44,9 @@ _BY_SRUN = (
     "Intel MPI (`srun --mpi=list` shows the choices), or use `hvpipe run` inside the allocation."
 )
 
+_abandoned: list[Any] = []
+"""Requests whose wait ended with an error. MPI may still use their buffers, which they hold."""
+
 
 class MpiWorld:
     """The ranks of MPI_COMM_WORLD, on hvpipe's own communicators. `open_world` makes it.
@@ -241,15 +244,19 @@ class MpiWorld:
     def _wait(self, request: MPI.Request, what: str) -> None:
         deadline_s = time.monotonic() + self._timeout_s
         pause_s = 0.0
-        while not self._test(request, what):
-            if time.monotonic() > deadline_s:
-                raise DeadlineError(
-                    f"Rank {self.rank} of {self.size} on {self.host} waited for the {what}: every rank "
-                    f"should take part within {self._timeout_s:g} s (HVPIPE_TIMEOUT). "
-                    "Received: nothing from at least one rank"
-                )
-            time.sleep(pause_s)
-            pause_s = min(pause_s + 1e-6, 1e-3)  # Spin first, then sleep: peers may share this core.
+        try:
+            while not self._test(request, what):
+                if time.monotonic() > deadline_s:
+                    raise DeadlineError(
+                        f"Rank {self.rank} of {self.size} on {self.host} waited for the {what}: every rank "
+                        f"should take part within {self._timeout_s:g} s (HVPIPE_TIMEOUT). "
+                        "Received: nothing from at least one rank"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(pause_s + 1e-6, 1e-3)  # Spin first, then sleep: peers may share this core.
+        except BaseException:
+            _abandoned.append(request)
+            raise
 
     def _test(self, request: MPI.Request, what: str) -> bool:
         try:

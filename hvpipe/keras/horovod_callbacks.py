@@ -56,6 +56,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.multiplier: Callable[[float], float] = (
             multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         )
+        self.finish_update: Callable[[], None] = lambda: None
+        """Runs the update of the step before, if that waits for the next step; `data_parallel` sets it."""
         self._epoch = 0
         self._momentum: float | None = None
 
@@ -92,6 +94,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set(self, epoch: float) -> None:
         optimizer = self.model.optimizer
+        self.finish_update()
         old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
         momentum = getattr(optimizer, "momentum", None)

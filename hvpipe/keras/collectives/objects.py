@@ -19,7 +19,7 @@ def allgather_object(value: Any, process_set: ProcessSet | None = None, name: st
     label = name or type(value).__name__
     with tf.init_scope():
         mine = _bytes_of(value)
-        lengths = named.allgather([tf.shape(mine)], process_set, f"{label}.sz")[0].numpy()
+        lengths = named.allgather([tf.shape(mine, tf.int64)], process_set, f"{label}.sz")[0].numpy()
         everything = named.allgather([mine], process_set, f"{label}.t")[0].numpy().tobytes()
     values, start = [], 0
     for length in lengths:
@@ -37,7 +37,7 @@ def broadcast_object(
     with tf.init_scope():
         sends = current().world.rank == root_rank
         mine = _bytes_of(value) if sends else tf.zeros([0], tf.uint8)
-        length = named.broadcast([tf.shape(mine)], root_rank, process_set, f"{label}.sz")[0]
+        length = named.broadcast([tf.shape(mine, tf.int64)], root_rank, process_set, f"{label}.sz")[0]
         room = mine if sends else tf.zeros(length, tf.uint8)
         received = named.broadcast([room], root_rank, process_set, f"{label}.t")[0].numpy().tobytes()
     return value if sends else pickle.loads(received)

@@ -120,6 +120,8 @@ class Elastic:
         self._callbacks: Sequence[Any] = ()
         self._saves = False
         self._leaves_after: int | None = None
+        self.has_fitted = False
+        """Whether a `fit` has begun."""
 
     @property
     def leaves(self) -> bool:
@@ -138,6 +140,11 @@ class Elastic:
         self._saves = any(hasattr(callback, "at_epoch_ends") for callback in callbacks)
         self.data = ElasticData(self._session, source, steps_per_epoch)
         self._session.run_section = self.section
+        self.has_fitted = True
+
+    def end_fit(self) -> None:
+        """End a `fit`: another model's sections are none of this model's."""
+        self._session.run_section = lambda call: call()
 
     # --- What runs under its protection -------------------------------------------------------------------
 

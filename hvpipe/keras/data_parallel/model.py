@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -80,6 +80,9 @@ _FLUSH_FIRST = (
 )
 # Of these, the methods that may change weights, perhaps on one rank only.
 _SET = ("load_own_variables", "load_weights", "set_state_tree", "set_weights")
+
+# And those that another thread may call during `fit`: no step begins until they return.
+_BETWEEN_STEPS = (*_SET, "get_state_tree", "get_weights", "save", "save_own_variables", "save_weights")
 
 
 def data_parallel(
@@ -379,6 +382,7 @@ class DataParallel:
         source = source_of(self.fit_call.x)
         elastic.begin_fit(source, self.fit_call.steps_per_epoch, self.fit_call.callbacks)
         with contextlib.ExitStack() as stack:
+            stack.callback(elastic.end_fit)
             if source is not None:
                 stack.enter_context(epochs_enumerated(self.model, elastic.data.epoch))
             yield
@@ -402,6 +406,9 @@ class DataParallel:
         """Return the callbacks of a `fit` with ours around them; collective."""
         listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
         listed = with_one_writer(self.session, in_order(tf.nest.flatten(listed) if listed else []))
+        for callback in listed:
+            if hasattr(callback, "finish_update"):  # it changes the learning rate at batches
+                callback.finish_update = self.steps.finish_update
         self.fit_call = replace(self.fit_call, callbacks=tuple(listed))
         first = self._first_callback(listed)
         last: list[Any] = [
@@ -446,7 +453,7 @@ class DataParallel:
             self._means = means_in_logs(self.model)
         complete = False
         while not complete:
-            self.session.run_section(self._begin_evaluate)
+            self._section(self._begin_evaluate)
             x = sharded_anew(given.get("x"))
             if x is not given.get("x"):
                 given = without_cached_data({**given, "x": x})
@@ -455,10 +462,13 @@ class DataParallel:
             logs = own(**given, return_dict=True)
             samples = self.steps.test_counter.restart()
             # If ranks are lost meanwhile, their part of the data is missing.
-            averaged, complete = self.session.run_section(
-                functools.partial(self._averaged, logs, samples, size)
-            )
+            averaged, complete = self._section(functools.partial(self._averaged, logs, samples, size))
         return averaged if return_dict else metrics_in_order(self.model, averaged)
+
+    def _section(self, call: Callable[[], Any]) -> Any:
+        """Run a part of `evaluate`, outside of `fit` as well."""
+        elastic = self.steps.elastic
+        return elastic.section(call) if elastic is not None and elastic.has_fitted else call()
 
     def _averaged(self, logs: Mapping[str, Any], samples: float, size: int) -> tuple[dict[str, Any], bool]:
         """Return the means over ranks, and whether all ranks of today have evaluated all data."""
@@ -514,6 +524,7 @@ class DataParallel:
         return returned
 
     def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self.steps.flush()
-        self._set = self._set or name in _SET
-        return self._methods.own(name)(*args, **kwargs)
+        with self.steps.between_steps if name in _BETWEEN_STEPS else contextlib.nullcontext():
+            self.steps.flush()
+            self._set = self._set or name in _SET
+            return self._methods.own(name)(*args, **kwargs)

@@ -60,7 +60,7 @@ class SkippedSteps:
 
         Args:
             names: The variables whose gradients were not finite.
-            step: The number of the step, from 1.
+            step: The number of the step, from 1; with steps_per_execution, the last one of that call.
             rank: This rank.
 
         Raises:
@@ -125,11 +125,12 @@ class NonfiniteGuard:
                 flags = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False, name="hvpipe_bad")
             self._flags[number] = flags, list(variables)
             self._any = None
-        self._flags[number][0].assign(bad)
+        flags = self._flags[number][0]
+        flags.assign(tf.logical_or(flags.read_value(), bad))  # a call may run several steps before `look`
         tf.cond(tf.reduce_any(bad), _branch(otherwise), _branch(update))
 
     def look(self, step: int, rank: int) -> None:
-        """Look at the flags after a step, the `step`-th from 1.
+        """Look at the flags after a call of the train function, whose last step is the `step`-th from 1.
 
         Raises:
             HvpipeError: With "raise", if a gradient was not finite; on all ranks alike.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,8 @@ class TrainSteps:
         self._hook: OptimizerHook | None = None
         self._refusing: Any = None  # the optimizer that refuses updates until the first step hooks it
         self._pending = False  # whether updates wait for the next step
+        self.between_steps = threading.RLock()
+        """Held by a step, and by whoever finishes its update; another thread may read weights in `fit`."""
         # To continue from: sums, steps, the state of rounds and of compression.
         self._held: tuple[Sequence[Any], int, Mapping[str, Any], Mapping[str, Any]] | None = None
         self._compression = compression_named(options.compression)
@@ -101,6 +104,11 @@ class TrainSteps:
             self._hook.check_readable()
         self._run_pending()
 
+    def finish_update(self) -> None:
+        """Run the update that "step" leaves to the next step, before something that it depends on changes."""
+        if self.overlap.updates_in_next_step:
+            self.flush()
+
     def complete(self) -> None:
         """Flush, and let all ranks have equal weights; collective."""
         if self._hook is not None:
@@ -114,10 +122,11 @@ class TrainSteps:
             self._flush()
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, False
-        if pending and self._hook is not None:
-            self._hook.flush()
-            self._hook.look_for_nonfinite(self._steps_run)
+        with self.between_steps:
+            pending, self._pending = self._pending, False
+            if pending and self._hook is not None:
+                self._hook.flush()
+                self._hook.look_for_nonfinite(self._steps_run)
 
     def hold(self) -> tuple[list[Any], int]:
         """Finish the step as far as it changes no result, between two steps; collective.
@@ -130,10 +139,11 @@ class TrainSteps:
         if self.elastic is not None:
             self.flush()
         sums: list[Any] = []
-        if self._pending:
-            sums = self._hook.hold()
-            self._pending = bool(sums)
-            self._hook.look_for_nonfinite(self._steps_run)
+        with self.between_steps:
+            if self._pending:
+                sums = self._hook.hold()
+                self._pending = bool(sums)
+                self._hook.look_for_nonfinite(self._steps_run)
         return sums, self._hook.steps
 
     def round_state(self) -> dict[str, Any]:
@@ -324,6 +334,10 @@ class TrainSteps:
 
         If it fails in a step that this rank can neither complete nor repeat, all ranks end with an error.
         """
+        with self.between_steps:
+            return self._run_alone(function, iterator)
+
+    def _run_alone(self, function: Callable[..., Any], iterator: Any) -> Any:
         begun, waited = self.session.engine.steps_begun(), self._pending
         self._pending = False
         try:
@@ -335,6 +349,9 @@ class TrainSteps:
                 updating = waited and self.overlap.defers
                 if updating or self.session.engine.steps_begun() > begun:
                     self.session.engine.fail_in_step(f"{type(error).__name__}: {error}")
+            raise
+        except BaseException:
+            self._pending = True  # Ctrl-C, which Python raises once the graph has run
             raise
         self._pending = True
         if self.elastic is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,9 +117,10 @@ class RankDriver:
         program = context.layout.program(batch.samples, context.rank, True)
         if context.undo is not None:
             context.undo.begin()
-        update.begin(program.stages)
-        result = self._step.train(program, batch, self._observe, update.stage_done, update.loss_scale)
-        with engine.recorded("update", "weights of this rank"):
+        with self._ending_all():
+            update.begin(program.stages)
+            result = self._step.train(program, batch, self._observe, update.stage_done, update.loss_scale)
+        with engine.recorded("update", "weights of this rank"), self._ending_all(but=HvpipeError):
             update.apply()
         if context.undo is not None:
             context.undo.updated()
@@ -133,7 +135,8 @@ class RankDriver:
         self._begin(batch)
         context.shared.average_statistics()
         program = context.layout.program(batch.samples, context.rank, False)
-        result = self._step.evaluate(program, batch, self._observe)
+        with self._ending_all():
+            result = self._step.evaluate(program, batch, self._observe)
         context.channel.finish()
         return result
 
@@ -143,7 +146,8 @@ class RankDriver:
         engine.agree(f"prediction step of {context.layout.stages.graph.name} on a batch of {batch.samples}")
         context.shared.average_statistics()
         program = context.layout.program(batch.samples, context.rank, False)
-        result = self._step.predict(program, batch)
+        with self._ending_all():
+            result = self._step.predict(program, batch)
         context.channel.finish()
         mine = {i: [np.asarray(value) for value in values] for i, values in result.outputs.items()}
         everyone: dict[int, list[Any]] = {}
@@ -151,6 +155,20 @@ class RankDriver:
             everyone |= found
         in_order = [everyone[i] for i in sorted(everyone)]
         return [np.concatenate(of_output) for of_output in zip(*in_order, strict=True)]
+
+    @contextlib.contextmanager
+    def _ending_all(self, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        """End all ranks' communication if this rank leaves a step early: messages and sums are under way.
+
+        `but` are errors that all ranks raise together.
+        """
+        try:
+            yield
+        except but:
+            raise
+        except BaseException as error:
+            self._context.session.engine.fail_in_step(f"{type(error).__name__}: {error}")
+            raise
 
     def _begin(self, batch: Batch) -> None:
         """Check that a loss has targets, and tell masked losses the batch's entries; collective."""

@@ -17,9 +17,9 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras import ops
 from hvpipe.session import Session
 
-# Tags repeat after this many messages between two ranks; both ends count them. Messages that are in flight
-# at the same time must have different tags.
-_TAGS = 30_000
+# Tags repeat after this many messages between two ranks; both ends count them. The engine keeps a queue for
+# each tag (600 bytes). Messages in flight with the same tag wait for each other.
+_TAGS = 2_000
 _MOST_AXES = 8
 _DEVICE_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 

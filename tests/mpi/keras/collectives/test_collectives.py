@@ -289,6 +289,16 @@ def test_names_of_hvpipe_keras(run: Any) -> None:
     assert 0 <= hk.join() < size
 
 
+def test_more_rows_than_mpi_can_count() -> None:
+    """Regression: no named collective worked any more after such a call."""
+    size, rows = hvd.size(), 2**30 + 2 * hvd.size()
+    empty = tf.zeros([rows, 0])
+    assert hvd.allgather(empty).shape == (rows * size, 0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="at most 1073741824 rows on each rank"):
+        hvd.alltoall(empty, [rows // size] * (size - 1) + [rows - rows // size * (size - 1)])
+    assert hvd.allreduce(tf.constant(2.0), op=hvd.Sum).numpy() == 2 * size
+
+
 def test_numbers_of_the_world() -> None:
     numbers = tf.function(lambda: (hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()))()
     assert [int(n) for n in numbers] == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]

@@ -85,6 +85,14 @@ def test_all_ranks_raise(overlap: str) -> None:
     assert np.isfinite(model.get_weights()[0]).all()
 
 
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_a_step_among_several_of_one_call(overlap: str) -> None:
+    """Regression: the finite gradients of the step after it hid those that were not."""
+    model = parallel(compiled(steps_per_execution=4), overlap, nonfinite="raise")
+    with pytest.raises(HvpipeError, match=r"NaN or Inf in the sum .* at step 4"):
+        fit(model, batches(nan_in=1))
+
+
 @pytest.mark.every_size
 def test_the_first_variable_and_rank_that_differ_are_named() -> None:
     model = parallel(compiled(), verify_every=2)

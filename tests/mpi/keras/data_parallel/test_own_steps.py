@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import signal
+import threading
 from typing import Any
 
 import keras
@@ -13,6 +16,7 @@ import tensorflow as tf
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.horovod_callbacks import LearningRateWarmupCallback
 from hvpipe.session import current
 from training import (
     CLASSES,
@@ -227,6 +231,69 @@ def test_weights_after_an_exception_in_fit(error: type[BaseException]) -> None:
 
     found = trained("step")
     assert_same_bits(found, trained("none"))
+
+
+def test_ctrl_c_within_a_step() -> None:
+    """Regression: the update that waits for the next step was lost."""
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        calls = itertools.count()
+
+        def press() -> Any:
+            if next(calls) == 2:
+                signal.raise_signal(signal.SIGINT)  # Python raises it when the step has run
+            return np.float32(0)
+
+        def pressing(wanted: Any, found: Any) -> Any:
+            with tf.control_dependencies([tf.numpy_function(press, [], tf.float32)]):
+                return tf.reduce_mean((tf.one_hot(tf.reshape(wanted, [-1]), CLASSES) - found) ** 2)
+
+        model = parallel(compiled(loss=pressing), overlap)
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, my_batches(STEPS))
+        return state_of(model)
+
+    assert_same_bits(trained("step"), trained("none"))
+
+
+def test_another_thread_reads_weights_during_fit() -> None:
+    """Regression: between two steps it could take a bucket that the next step collects."""
+    over, failures = threading.Event(), []
+
+    def read(model: keras.Model) -> None:
+        while not over.is_set():
+            try:
+                model.get_weights()
+            except Exception as error:
+                failures.append(error)
+                return
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(), overlap)
+        reader = threading.Thread(target=read, args=(model,))
+        fit(model, my_batches(2))
+        if overlap == "step":
+            reader.start()
+        fit(model, my_batches(200))
+        over.set()
+        if overlap == "step":
+            reader.join()
+        return state_of(model)
+
+    found = trained("step")
+    assert not failures
+    assert_same_bits(found, trained("none"))
+
+
+def test_a_learning_rate_that_changes_at_every_batch() -> None:
+    """Regression: the update that "step" leaves to the next step had that step's rate."""
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(), overlap)
+        fit(model, my_batches(STEPS), epochs=3, callbacks=[LearningRateWarmupCallback(0.4, warmup_epochs=2)])
+        return state_of(model)
+
+    assert_same_bits(trained("step"), trained("none"))
 
 
 def test_sparse_input() -> None:
