@@ -75,6 +75,14 @@ def announced_part(place: Path, rank: int) -> RankPart | None:
     return read_part(read_document(path)) if path.is_file() else None
 
 
+def look_anew(place: Path) -> None:
+    """Let NFS look again for files that were missing: its client does so once the folder has changed here."""
+    with contextlib.suppress(OSError):
+        probe = place / ".look"
+        probe.touch()
+        probe.unlink()
+
+
 def finish(place: Path, manifest: Manifest) -> None:
     """Complete a checkpoint whose parts have all been written."""
     position = replace(

@@ -170,6 +170,8 @@ class Writer:
                     f"Received: no rank-{len(found)}.json in {place}"
                 )
             time.sleep(pause_s)
+            if pause_s == _LONGEST_PAUSE_S:
+                folders.look_anew(place)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return tuple(found)
 

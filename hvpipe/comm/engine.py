@@ -63,6 +63,7 @@ class Engine:
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._recorded_steps = 0
         self._settings = settings
+        self._counted: dict[str, float] = {}  # by engines before this one, which lost ranks
         self._own_requests = 0
         self._requests_lock = threading.Lock()
         self._gpu_lock = threading.Lock()
@@ -423,6 +424,8 @@ class Engine:
     def counters(self) -> dict[str, float]:
         """Return totals since the start: bytes, messages, operations, seconds waited and `recorded`."""
         found: dict[str, float] = {} if self.core is None else dict(self.core.counters())
+        for name, total in self._counted.items():
+            found[name] = found.get(name, 0) + total
         found |= {f"{category}_s": seconds for category, seconds in self._recorded_s.items()}
         found["bytes_sent"] = found.get("network_bytes_sent", 0) + found.get("shared_memory_bytes", 0)
         return found
@@ -464,6 +467,8 @@ class Engine:
         """
         if self.core is not None:
             self.core.stop()
+            for name, total in self.core.counters().items():
+                self._counted[name] = self._counted.get(name, 0) + total
         self.world, self._settings = world, settings
         self.core = world.make_engine(settings)
         for number, arguments in enumerate(self._plans):

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,8 @@ def new_job_folder() -> Iterator[Path]:
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _OLD_S and not is_running(left):
+            old = time.time() - left.lstat().st_mtime > _OLD_S
+            if old and is_own_folder(left) and not is_running(left):
                 shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         lock = os.open(name, os.O_RDONLY)
@@ -50,10 +52,19 @@ def new_job_folder() -> Iterator[Path]:
             os.close(lock)
 
 
+def is_own_folder(path: Path) -> bool:
+    """Tell whether a path is a folder of this user. Among temporary files, anybody can make one."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
 def is_running(folder: Path) -> bool:
     """Tell whether the `hvpipe run` that has made a job folder is there."""
     try:
-        lock = os.open(folder, os.O_RDONLY)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
@@ -97,13 +108,13 @@ def any_listens(folder: Path) -> bool:
 def tell_checkpoint(folder: Path, place: Path) -> None:
     """Tell `hvpipe run` of a complete checkpoint."""
     with contextlib.suppress(OSError):
-        (folder / _CHECKPOINT).write_text(str(place))
+        (folder / _CHECKPOINT).write_bytes(os.fsencode(place))
 
 
 def last_checkpoint(folder: Path) -> str | None:
     """Return the last checkpoint that the job completed; None before the first."""
     path = folder / _CHECKPOINT
-    return path.read_text() if path.exists() else None
+    return os.fsdecode(path.read_bytes()) if path.exists() else None
 
 
 def abort_sign(folder: Path) -> Path:

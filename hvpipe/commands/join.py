@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
-from hvpipe.comm.job_folder import PREFIX, any_listens, ask_to_stop, is_running
+from hvpipe.comm.job_folder import PREFIX, any_listens, ask_to_stop, is_own_folder, is_running
 from hvpipe.commands import lost_hosts
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import LaunchSpec
@@ -150,6 +150,8 @@ def wanted(folder: Path) -> Places | None:
 def _jobs() -> Iterator[tuple[int, tuple[Path, Places]]]:
     """Yield this user's jobs on this host, by the PID of `hvpipe run`."""
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_RUNNING}")):
+        if not is_own_folder(path.parent):  # it could name any command
+            continue
         with contextlib.suppress(OSError, ValueError):
             pid, places = _read(path)
             if is_running(path.parent):

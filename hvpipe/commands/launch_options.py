@@ -16,7 +16,7 @@ from pathlib import Path
 from hvpipe.comm.native import read_build_info
 from hvpipe.commands import launch, mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hostfile, parse_hosts
-from hvpipe.commands.supervise import supervise
+from hvpipe.commands.supervise import JOB_FOLDER, supervise
 from hvpipe.errors import LaunchError
 from hvpipe.monitor import core_binding
 
@@ -148,7 +148,8 @@ def start(
         **launch.thread_settings(spec, environ),
         **launch.launcher_settings(spec, environ),
     }
-    exported = launch.exported_names({**environ, **settings})
+    # `supervised` adds the job folder to mpirun's environment.
+    exported = launch.exported_names({**environ, **settings, **({} if dry_run else {JOB_FOLDER: ""})})
     command = launch.mpirun_command(replace(spec, export=exported))
     return start_alone(command, settings, environ, dry_run=dry_run, supervised=supervised)
 

@@ -7,7 +7,9 @@ import shlex
 import socket
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
+from hvpipe.comm.this_host import interfaces
 from hvpipe.commands.hosts import HostSlots
 
 _LIMIT_S = 10.0
@@ -22,11 +24,22 @@ def is_this_host(name: str) -> bool:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
+    own = {each.number for each in interfaces()} if _binds_any_address() else None
     for family, kind, protocol, _, address in found:
+        if own is not None and not (str(address[0]) in own or str(address[0]).startswith("127.")):
+            continue
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)  # only an own address can be bound
+            probe.bind(address)  # usually only an own address can be bound
             return True
     return False
+
+
+def _binds_any_address() -> bool:
+    """Tell whether sockets can be bound to addresses of other hosts, as hosts of keepalived allow it."""
+    try:
+        return Path("/proc/sys/net/ipv4/ip_nonlocal_bind").read_text().strip() != "0"
+    except OSError:
+        return False
 
 
 def unreachable(hosts: Sequence[HostSlots], agent: str | None, limit_s: float = _LIMIT_S) -> list[str]:

@@ -1,6 +1,6 @@
 """Starts a rank's program, and copies what it prints to files, as `horovodrun --output-filename` does.
 
-    python -m hvpipe.commands.rank_output DIR PROGRAM ARGUMENTS...
+    python -m hvpipe.commands.rank_output [--append] DIR PROGRAM ARGUMENTS...
 
     program -- two pipes --> copier --> DIR/rank.N/stdout, DIR/rank.N/stderr
                                    `--> mpirun, which prints it
@@ -22,6 +22,7 @@ from pathlib import Path
 from hvpipe.comm.discover import discover
 from hvpipe.errors import HvpipeError, LaunchError
 
+_MODULE, _APPEND = "hvpipe.commands.rank_output", "--append"
 _READ_BYTES = 1 << 16
 _STREAMS = {"stdout": 1, "stderr": 2}
 # mpirun and batch systems send these to the rank's process group. The copier must outlive the program.
@@ -51,7 +52,15 @@ def recorded(command: Sequence[str], folder: str, *, dry_run: bool) -> tuple[str
                 "--output-filename should be a folder, or one that can be created. "
                 f"Received: --output-filename {folder!r}: {error.strerror}"
             ) from error
-    return (sys.executable, "-m", "hvpipe.commands.rank_output", str(path), *command)
+    return (sys.executable, "-m", _MODULE, str(path), *command)
+
+
+def appending(command: Sequence[str]) -> tuple[str, ...]:
+    """Return a command for a later start of the same job, which goes on in the files of the first start."""
+    if _MODULE not in command or _APPEND in command:
+        return tuple(command)
+    after = command.index(_MODULE) + 1
+    return (*command[:after], _APPEND, *command[after:])
 
 
 def rank_folder(folder: Path, rank: int, size: int) -> Path:
@@ -61,14 +70,15 @@ def rank_folder(folder: Path, rank: int, size: int) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Start the program with its output copied. Returns only if it cannot be started."""
-    folder, *program = arguments
+    append = arguments[0] == _APPEND
+    folder, *program = arguments[1:] if append else arguments
     try:
         launch = discover()
         if launch.rank is None or launch.size is None:
             raise LaunchError(f"The launcher should tell each rank its number. Received: {launch}")
         own = rank_folder(Path(folder), launch.rank, launch.size)
         own.mkdir(parents=True, exist_ok=True)
-        files = {name: _open(own / name) for name in _STREAMS}
+        files = {name: _open(own / name, append) for name in _STREAMS}
     except (HvpipeError, OSError) as error:
         print(f"hvpipe run: --output-filename: {error}", file=sys.stderr)
         return 2
@@ -77,8 +87,8 @@ def main(arguments: Sequence[str]) -> int:
     os.execv(program[0], program)
 
 
-def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+def _open(path: Path, append: bool) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC), 0o666)
 
 
 def _start_copier(files: dict[str, int]) -> None:

@@ -22,7 +22,7 @@ from hvpipe.comm.job_folder import (
     read_end,
     read_loss,
 )
-from hvpipe.commands import join, lost_hosts
+from hvpipe.commands import join, lost_hosts, rank_output
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
@@ -120,7 +120,7 @@ class Restarting:
                 if why_not and self._restarts:
                     print(f"hvpipe run: not started again: {why_not}", file=sys.stderr)
                 return outcome.code
-            failed_before = True
+            failed_before, command = True, rank_output.appending(command)
             print(
                 f"hvpipe run: the job failed with exit code {outcome.code}. Starting it again from "
                 f"{checkpoint or 'the checkpoint that it finds'}; restarts left: {left - 1}.",

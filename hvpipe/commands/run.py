@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hvpipe.commands import (
@@ -73,7 +74,12 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         code = launch_options.start(spec, settings, environ, dry_run=options.dry_run, supervised=supervised)
         if not supervised.joined:
             return code
-        spec = supervised.places.of(spec)
+        try:
+            spec = supervised.places.of(spec)
+        except LaunchError as error:  # --bind core with more ranks than cores
+            print(f"hvpipe run: the job goes back to what it had. {error}", file=sys.stderr, flush=True)
+            supervised.places = join.Places(spec.ranks, spec.hosts)
+        spec = replace(spec, command=rank_output.appending(spec.command))
         print(f"hvpipe run: the job goes on with {supervised.places}.", file=sys.stderr, flush=True)
 
 

@@ -51,7 +51,8 @@ CHECKPOINT_GRACE_S = 30.0
 
 _STUCK_S = 5.0
 
-_JOB = "HVPIPE_JOB_FOLDER"
+JOB_FOLDER = "HVPIPE_JOB_FOLDER"
+"""The variable that names the job folder to the ranks."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def supervise_job(
         signal.signal(number, supervisor.on_signal if number in _ENDING else supervisor.pass_on)
     try:
         with own_job_folder(environ, command) as job_environ:
-            outcome = supervisor.run(command, {**job_environ, _JOB: str(folder)})
+            outcome = supervisor.run(command, {**job_environ, JOB_FOLDER: str(folder)})
     finally:
         for number in replaced:
             signal.signal(number, before[number])
@@ -203,10 +204,14 @@ class _Supervisor:
         """Ask the ranks for a checkpoint if one listens and the signal is SIGTERM; otherwise forward it."""
         # If somebody has removed the folder, ranks may listen.
         if number == signal.SIGTERM and (any_listens(self._folder) or not self._folder.exists()):
-            ask_to_stop(self._folder)
-            self._after(self._grace.checkpoint_s, self._forward, number)
-        else:
-            self._forward(number)
+            try:
+                ask_to_stop(self._folder)
+            except OSError as error:  # a full disk: the ranks that listen do so for SIGTERM, too
+                print(f"hvpipe run: the ranks cannot be asked for a checkpoint: {error}", file=sys.stderr)
+            else:
+                self._after(self._grace.checkpoint_s, self._forward, number)
+                return
+        self._forward(number)
 
     def _forward(self, number: int) -> None:
         assert self._process is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 from hvpipe.comm.settings import live_folder
 from hvpipe.commands.terminal import has_colours
 from hvpipe.errors import HvpipeError
-from hvpipe.monitor.status_files import GONE_S, RankStatus, RunningJob, read_jobs, status_root
+from hvpipe.monitor.status_files import GONE_S, RankStatus, RunningJob, check_own, read_jobs, status_root
 
 _SILENT_S = 5.0  # a rank that has been silent for longer is marked
 _HOME_AND_CLEAR = "\033[H\033[J"
@@ -43,7 +43,13 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise HvpipeError(
             f"--interval should be a positive number of seconds. Received: --interval {options.interval}"
         )
-    root = status_root(live_folder(environ))
+    named = live_folder(environ)
+    root = status_root(named)
+    if named is None:
+        try:
+            check_own(root)
+        except PermissionError as error:
+            raise HvpipeError(f"The folder of jobs should be yours. Received: {error}") from error
     job = choose(read_jobs(root), options.job, root)
     if options.json:
         print(json.dumps(to_json(job), indent=1))

@@ -55,9 +55,16 @@ class RankStatus:
         if any(not isinstance(value, _TYPES[name]) for name, value in document.items()):
             return None
         try:
-            return RankStatus(**document)
+            return RankStatus(**{name: _printable(value) for name, value in document.items()})
         except TypeError:
             return None
+
+
+def _printable(value: Any) -> Any:
+    """Return a value without what a terminal would obey."""
+    if not isinstance(value, str):
+        return value
+    return "".join(letter if letter.isprintable() else "?" for letter in value)
 
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
@@ -81,6 +88,12 @@ class RunningJob:
         return min(rank.began_s for rank in self.ranks)
 
 
+def check_own(root: Path) -> None:
+    """Raise PermissionError if a folder in a place where anybody can make one is another user's."""
+    if root.exists() and root.stat().st_uid != os.getuid():
+        raise PermissionError(f"{root} belongs to another user")
+
+
 def status_root(folder: str | None) -> Path:
     """Return where jobs report: `folder`, or this user's folder in /dev/shm or among temporary files."""
     if folder is not None:
@@ -96,8 +109,8 @@ class StatusFolder:
     def __init__(self, folder: str | None, job: str, rank: int) -> None:
         root = status_root(folder)
         root.mkdir(mode=0o700, exist_ok=True)
-        if folder is None and root.stat().st_uid != os.getuid():
-            raise PermissionError(f"{root} belongs to another user")
+        if folder is None:
+            check_own(root)
         _sweep(root)
         self._folder = root / f"{JOB_PREFIX}{job}"
         self._folder.mkdir(mode=0o700, exist_ok=True)

@@ -110,6 +110,21 @@ def test_jobs_that_cannot_go_on(job: Path) -> None:
         Places(2).with_more(parse_hosts("c:1"), None)
 
 
+def test_folders_of_other_users_are_not_trusted(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: anybody could name the command that asks a host, or keep every job from starting."""
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(HvpipeError, match=r"One `hvpipe run` should be running .* Received: none"):
+        ask("c:1")
+    pipe = job.with_name(f"{PREFIX}pipe")
+    os.mkfifo(pipe)
+    os.utime(pipe, (0, 0))
+    os.utime(job, (0, 0))
+    with new_job_folder():
+        assert pipe.exists()
+        assert job.exists()
+
+
 def test_folders_that_killed_jobs_have_left_are_removed(job: Path) -> None:
     for name, age_s in (("killed", 2 * 24 * 3600), ("new", 0)):
         left = job.with_name(f"{PREFIX}{name}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed import Run, environment, run
-from hvpipe.commands.rank_output import copy, rank_folder
+from hvpipe.commands.rank_output import appending, copy, rank_folder
 
 RANK = {"OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_SIZE": "12"}
 
@@ -44,6 +44,14 @@ def test_files_of_an_earlier_run_are_replaced(tmp_path: Path) -> None:
     assert sorted(result.output.splitlines()) == ["bad", "short"]
     assert (tmp_path / "rank.07" / "stdout").read_text() == "short\n"
     assert (tmp_path / "rank.07" / "stderr").read_text() == "bad\n"
+
+
+def test_a_later_start_of_a_job_goes_on_in_its_files(tmp_path: Path) -> None:
+    record(tmp_path, "print('why it failed')")
+    command = appending(recording(tmp_path, "print('again')"))
+    assert appending(command) == command
+    assert run(list(command), limit_s=30.0, env=RANK).returncode == 0
+    assert (tmp_path / "rank.07" / "stdout").read_text() == "why it failed\nagain\n"
 
 
 def test_the_program_has_no_child_that_it_did_not_start(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvpipe.comm.job_folder import Loss, read_end, read_loss, tell_checkpoints, tell_end, tell_loss
+from hvpipe.commands import lost_hosts
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.commands.join import Places
 from hvpipe.commands.lost_hosts import is_this_host
@@ -136,6 +137,13 @@ def test_no_rank_of_this_host_has_ended(start: str, broken: str, code: int, tmp_
 )
 def test_names_of_this_host(name: str, is_own: bool) -> None:
     assert is_this_host(name) == is_own
+
+
+def test_no_other_host_is_this_one_if_sockets_bind_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_hosts, "_binds_any_address", lambda: True)
+    monkeypatch.setattr(socket.socket, "bind", lambda *_: None)
+    assert not is_this_host("192.0.2.1")
+    assert is_this_host("127.0.0.1")
 
 
 @pytest.mark.parametrize("here", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pty
@@ -18,6 +19,7 @@ import pytest
 from distributed import environment
 from hvpipe import cli
 from hvpipe.commands import top
+from hvpipe.errors import HvpipeError
 from hvpipe.monitor.status_files import RankStatus, RunningJob, StatusFolder
 
 IDLE = RankStatus("a-1", "train.py", 0, 3, "a", at_s=1000.0, began_s=900.0)
@@ -47,6 +49,15 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write(root: Path, *ranks: RankStatus) -> None:
     for one in ranks:
         StatusFolder(str(root), one.job, one.rank).write(replace(one, at_s=time.time()))
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HVPIPE_LIVE", raising=False)
+    monkeypatch.setattr(top, "status_root", lambda folder: tmp_path)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(HvpipeError, match="belongs to another user"):
+        top.run(argparse.Namespace(interval=1.0, job=None, json=True), {})
 
 
 def test_the_table() -> None:

@@ -51,6 +51,12 @@ def test_the_newest_job_is_first(tmp_path: Path) -> None:
     assert read_jobs(tmp_path / "absent") == []
 
 
+def test_text_cannot_command_a_terminal(tmp_path: Path) -> None:
+    StatusFolder(str(tmp_path), "a-1", 0).write(replace(NOW, host="a\x1b[2J"))
+    (job,) = read_jobs(tmp_path, now_s=1001.0)
+    assert job.ranks[0].host == "a?[2J"
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[1]", "null", json.dumps({**NOW.to_json(), "rank": "0"}), json.dumps({"rank": 0}), '{"x": 1}'],

@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from hvpipe.keras.checkpoint.model_check import as_variable
+
 # The numbers that Keras's own callbacks keep, None or a number each.
 _NUMBERS = {
     "EarlyStopping": ("best", "best_epoch", "stopped_epoch", "wait"),
@@ -55,7 +57,11 @@ def set_callbacks(
         prefix = _WEIGHTS.format(place)
         count = sum(name.startswith(prefix) for name in arrays)
         if count:
-            callback.best_weights = [arrays[f"{prefix}{i}"] for i in range(count)]
+            values = [arrays[f"{prefix}{i}"] for i in range(count)]
+            weights = callback.model.weights if callback.model is not None else []
+            if len(weights) == count:
+                values = [as_variable(value, v) for value, v in zip(values, weights, strict=True)]
+            callback.best_weights = values
 
 
 def _remembering(callbacks: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from hvpipe.comm.job_folder import STOPPED, TOO_FEW, tell_checkpoints
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.boundary_requests import BUSY, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
-from hvpipe.keras.checkpoint.data_position import ResumedReading
+from hvpipe.keras.checkpoint.data_position import FIRST_EPOCH, ResumedReading, epochs_read
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.preemption import StopRequest, tell_launcher
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, python_state
@@ -63,6 +63,7 @@ class CheckpointedFit:
         self._writer: Writer | None = None  # until `begin` has agreed where to begin
         self._saved_step = self._step = 0
         self._epoch = self._batch = 0
+        self._first_epoch: int | None = None  # of the first `fit`, once it is known
         # Samples that no running rank counts: those before this process began, and those of lost ranks.
         self._earlier_samples = 0.0
         self._epoch_samples = 0.0
@@ -91,6 +92,7 @@ class CheckpointedFit:
             position = found[1].position
             self._saved_step = self._step = position.step
             self._epoch, self._batch = position.epoch, position.batch
+            self._first_epoch = position.epoch - epochs_read(found[1])
             self._earlier_samples, self._epoch_samples = position.samples, position.epoch_samples
             self._announce(found[0], position)
         elif self._replicas is not None and self._replicas.counts_updates:
@@ -302,6 +304,8 @@ class CheckpointedFit:
             self._resume.begin_epoch()
         self._random_at_epoch = python_state()
         self._epoch = epoch
+        if self._first_epoch is None:
+            self._first_epoch = epoch
         self._in_steps = True
 
     def _train(self, iterator: Any) -> Any:
@@ -351,10 +355,13 @@ class CheckpointedFit:
         if self._resume is not None:
             self._resume.end_epoch()
             self._resume = None
-        self._reading = replace(self._reading, skipped=0, source=None)
-        self._epoch, self._batch, self._epoch_samples = epoch + 1, 0, 0.0
-        self._samples_at_epoch = self._state.samples()
-        self.at_boundary(epoch + 1)
+        # A callback that stops within an epoch, before a time limit, leaves the rest of it to the next start.
+        within = self._model.stop_training and self._length is not None and 0 < self._batch < self._length
+        if not within:
+            self._reading = replace(self._reading, skipped=0, source=None)
+            self._epoch, self._batch, self._epoch_samples = epoch + 1, 0, 0.0
+            self._samples_at_epoch = self._state.samples()
+        self.at_boundary(None if within else epoch + 1)
 
     # --- Writing -----------------------------------------------------------------------------------------
 
@@ -389,6 +396,7 @@ class CheckpointedFit:
                     "callbacks": callback_notes(self._others),
                     "stopped": self._batch == 0 and bool(self._model.stop_training),
                     "ranks": self._ranks_before or self._world.size,
+                    FIRST_EPOCH: self._first_epoch or 0,
                     **self._reading.notes(self._step - self._resumed_step, self._world.size),
                     **self._state.notes(self._batch),
                 },

@@ -28,7 +28,8 @@ import tensorflow as tf
 from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest, RankPart
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.checkpoint.model_check import as_variable, check_kind, check_variables, described
+from hvpipe.keras.checkpoint.data_position import epochs_read
+from hvpipe.keras.checkpoint.model_check import as_variable, check_kind, check_variables, described, of_type
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.compat import unlisted_variables
@@ -87,7 +88,7 @@ class DataParallelState:
         if elastic is None or not elastic.data.shares_source:
             return False
         position, notes = manifest.position, manifest.parts[0].notes
-        elastic.data.resume(position.epoch, position.batch, manifest.ranks, notes)
+        elastic.data.resume(epochs_read(manifest), position.batch, manifest.ranks, notes)
         return True
 
     def notes(self, counted: int) -> dict[str, int]:
@@ -198,7 +199,7 @@ class DataParallelState:
         """
         rank = self.session.world.rank
         rows = () if self.is_local else manifest.model["variables"]
-        sums = {str(row[0]) for row in rows if "gradient_accumulator" in row[1]}
+        sums = {str(row[0]): row[3] for row in rows if "gradient_accumulator" in row[1]}
         kept = {
             name: value
             for name, value in own.items()
@@ -208,8 +209,9 @@ class DataParallelState:
         if not sums:
             return kept
         others = [_own_values(place, part) for part in manifest.parts] if rank == 0 else []
-        for name in sums & kept.keys():
-            kept[name] = sum((other[name] for other in others), start=np.zeros_like(kept[name]))
+        for name in sums.keys() & kept.keys():
+            nothing = np.zeros_like(of_type(kept[name], sums[name]))
+            kept[name] = sum((of_type(other[name], sums[name]) for other in others), start=nothing)
         return kept
 
 
@@ -283,10 +285,12 @@ def _mean_weights(place: Path, manifest: Manifest) -> dict[str, Any]:
     """
     parts = [read_arrays(place / part.file.name, _names(part, _OWN_WEIGHTS)) for part in manifest.parts]
     found = dict(parts[0])
+    types = {row[0]: row[3] for row in manifest.model["variables"]}
     for name, first in parts[0].items():
-        if first.dtype.kind == "f":
-            mean = np.mean([part[name] for part in parts], axis=0, dtype=np.float64)
-            found[name] = mean.astype(first.dtype)
+        dtype = types.get(name, first.dtype)
+        if tf.as_dtype(dtype).is_floating:
+            values = [of_type(part[name], dtype) for part in parts]
+            found[name] = np.mean([v.astype(np.float64) for v in values], axis=0).astype(values[0].dtype)
     return found
 
 

@@ -35,7 +35,7 @@ from hvpipe.keras.fit_call import FitCall
 
 logger = logging.getLogger("hvpipe")
 
-SOURCE, READ = "source", "read"  # notes of rank 0's part
+SOURCE, READ, FIRST_EPOCH = "source", "read", "first_epoch"  # notes of rank 0's part
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,18 @@ class ResumedReading:
         return found if self.read is None else {**found, READ: self.read + steps}
 
 
+def epochs_read(manifest: Manifest) -> int:
+    """Return how many epochs `fit` has finished. It may have begun with a later one than the first."""
+    return manifest.position.epoch - int(manifest.parts[0].notes.get(FIRST_EPOCH, 0))
+
+
 def resumed_reading(
-    iterator: Any, fit_call: FitCall, length: int | None, manifest: Manifest, ranks: OwnRank
+    iterator: Any,
+    fit_call: FitCall,
+    length: int | None,
+    manifest: Manifest,
+    ranks: OwnRank,
+    steps_per_execution: int = 1,
 ) -> ResumedReading:
     """Read over what was trained on before the checkpoint.
 
@@ -79,6 +89,7 @@ def resumed_reading(
         length: The batches of an epoch, None if Keras does not know them.
         manifest: The checkpoint.
         ranks: The ranks that resume.
+        steps_per_execution: Batches that a call of the train function takes.
     """
     dataset = dataset_of(iterator)
     if not isinstance(dataset, tf.data.Dataset):
@@ -86,13 +97,14 @@ def resumed_reading(
             "To resume, data should reach fit as a tf.data.Dataset, arrays or a PyDataset. "
             f"Received: {type(iterator).__name__}"
         )
-    epoch, batch = manifest.position.epoch, manifest.position.batch
+    epoch, batch = epochs_read(manifest), manifest.position.batch
     if fit_call.steps_per_epoch is None:
         made = epoch if length is None else 2 * epoch
     elif int(dataset.cardinality()) == fit_call.steps_per_epoch:
         made = epoch
     else:
-        return _within_one_iterator(iterator, dataset, fit_call.steps_per_epoch, manifest, ranks)
+        calls = -(-fit_call.steps_per_epoch // steps_per_execution)
+        return _within_one_iterator(iterator, dataset, calls * steps_per_execution, manifest, ranks)
     if isinstance(fit_call.x, keras.utils.PyDataset):
         made = 0  # its order comes from Python's random numbers, not from the number of the iterator
     if manifest.ranks != ranks.size or SOURCE in manifest.parts[0].notes:
@@ -116,7 +128,7 @@ def _within_one_iterator(
     """Read on in the one iterator that Keras keeps over all epochs."""
     position = manifest.position
     length = int(dataset.cardinality())
-    before = position.epoch * steps_per_epoch
+    before = epochs_read(manifest) * steps_per_epoch
     if 0 <= length <= before:
         raise HvpipeError(
             "With steps_per_epoch, a dataset should repeat() to be resumed after its first pass. "

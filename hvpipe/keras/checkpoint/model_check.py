@@ -54,8 +54,13 @@ def check_variables(ours: Iterable[list[Any]], theirs: Iterable[list[Any]]) -> N
 
 def as_variable(value: Any, variable: Any) -> Any:
     """Return a saved array in the variable's type: bfloat16 and the like are saved as integers."""
-    dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-    return value if dtype.kind in "biufc" else value.view(dtype)
+    return of_type(value, variable.dtype)
+
+
+def of_type(value: Any, dtype: Any) -> Any:
+    """Return a saved array in the type that it had."""
+    numpy_type = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+    return value if numpy_type.kind in "biufc" else value.view(numpy_type)
 
 
 def _compared(row: list[Any]) -> tuple[Any, ...]:

@@ -140,7 +140,14 @@ class Resume:
         self._reading = on_all_ranks(
             self._state.session,
             "reading over the batches before the checkpoint",
-            lambda: resumed_reading(iterator, self._state.fit_call, self._length, self._manifest, reading),
+            lambda: resumed_reading(
+                iterator,
+                self._state.fit_call,
+                self._length,
+                self._manifest,
+                reading,
+                int(self._model.steps_per_execution),
+            ),
         )
 
     def skips(self, steps: int) -> bool:

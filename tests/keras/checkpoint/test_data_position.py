@@ -66,31 +66,35 @@ def manifest(epoch: int, batch: int, ranks: int, epoch_samples: int, **notes: in
 
 
 def train(
-    data: Any, steps_per_epoch: int | None, resume: tuple[Manifest, OwnRank] | None = None, x: Any = None
+    data: Any,
+    steps_per_epoch: int | None,
+    resume: tuple[Manifest, OwnRank] | None = None,
+    x: Any = None,
+    first: int = 0,
 ) -> list[int]:
-    """Return what an eager `fit` trains on, from the checkpoint on if one is given."""
+    """Return what an eager `fit` trains on: from epoch `first` on, or from a checkpoint."""
     model = Recorder()
     model.compile("sgd", run_eagerly=True)
     options: dict[str, Any] = {"epochs": EPOCHS, "steps_per_epoch": steps_per_epoch, "verbose": 0}
     if isinstance(data, np.ndarray):
         options["batch_size"] = BATCH
     if resume is None:
-        model.fit(data, **options)
+        model.fit(data, initial_epoch=first, **options)
         return model.seen
     model.make_train_function()
     inner, calls, reading = model.train_function, 0, None
-    first: Any = None
+    given: Any = None
 
     def train_function(iterator: Any) -> Any:
-        nonlocal calls, reading, first
+        nonlocal calls, reading, given
         if reading is None:
-            first = iterator
+            given = iterator
             call = FitCall(data if x is None else x, steps_per_epoch)
             reading = resumed_reading(iterator, call, watch.params["steps"], *resume)
         calls += 1
         if calls <= reading.skipped:
             return {}
-        own = reading.iterator is None or iterator is not first
+        own = reading.iterator is None or iterator is not given
         return inner(iterator if own else reading.iterator)
 
     model.train_function = train_function
@@ -120,6 +124,25 @@ def test_the_same_order_after_the_same_batch(
     position = manifest(EPOCH, SKIPPED, 1, SKIPPED * BATCH)
     rest = train(make(), steps_per_epoch, (position, OwnRank(0, 1)))
     assert rest == whole[EPOCH * steps_in_epoch + SKIPPED :]
+
+
+@pytest.mark.parametrize(("make", "steps_per_epoch"), [(shuffled, None), (repeated, BATCHES)])
+def test_a_fit_that_began_with_a_later_epoch(make: Callable[[], Any], steps_per_epoch: int | None) -> None:
+    """Regression: iterators and batches were counted from epoch 0."""
+    whole = train(make(), steps_per_epoch, first=1)
+    position = manifest(EPOCH, SKIPPED, 1, SKIPPED * BATCH, first_epoch=1)
+    rest = train(make(), steps_per_epoch, (position, OwnRank(0, 1)))
+    assert rest == whole[(EPOCH - 1) * BATCHES + SKIPPED :]
+
+
+def test_a_last_call_of_fewer_steps() -> None:
+    """With 4 steps_per_execution Keras takes 8 batches in an epoch of 6 steps."""
+    found = iter(repeated())
+    resumed_reading(found, FitCall(repeated(), 6), 6, manifest(2, 4, 1, 8), OwnRank(0, 1), 4)
+    wanted = iter(repeated())
+    for _ in range(2 * 8 + 4):
+        next(wanted)
+    np.testing.assert_array_equal(next(found), next(wanted))
 
 
 def shard(source: Any, rank: int, ranks: int) -> Any:

@@ -18,6 +18,7 @@ import tensorflow as tf
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.checkpoints import folder as folders
+from hvpipe.checkpoints.arrays import plain, write_arrays
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes, set_callbacks
 from hvpipe.keras.checkpoint.state_of import training_state
 from training import CLASSES, FEATURES, assert_same_bits, fit, loss, samples, state_of
@@ -185,6 +186,54 @@ def test_resumed_between_epochs_and_after_the_end(tmp_path: Path) -> None:
     again, nothing = train(case, folder / "cut", "1epoch", others=best_first())
     assert_same_bits(again, wanted)
     assert nothing == {}
+
+
+def test_stopped_by_a_callback_within_an_epoch(tmp_path: Path) -> None:
+    """Regression: the epoch counted as finished, and the training as complete at every later start."""
+
+    class OutOfTime(keras.callbacks.Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch == 2
+
+    case = Case("step", adam)
+    folder = shared(tmp_path)
+    wanted, _ = train(case, folder / "whole", 1000)
+    train(case, folder / "cut", 1000, others=[OutOfTime()])
+    found, _ = train(case, folder / "cut", 1000)
+    statistics = {name for name in wanted if "moving" in name}  # averaged over ranks once more, at the stop
+    assert_same_bits(*({n: v for n, v in each.items() if n not in statistics} for each in (found, wanted)))
+
+
+def test_bfloat16_is_saved_by_its_bits(tmp_path: Path) -> None:
+    """Regression: accumulated gradients were added, and best weights set, as the integers that hold them."""
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("bfloat16")
+    try:
+        state = training_state(model_of(Case("none", accumulating)))
+        wrote = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+        wrote.set_model(state.model)
+        wrote.best_weights = state.model.get_weights()
+    finally:
+        keras.config.set_dtype_policy(policy)
+    reads = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    reads.set_model(state.model)
+    saved = {name: plain(value) for name, value in callback_arrays([wrote]).items()}
+    set_callbacks([reads], callback_notes([wrote]), saved)
+    for one, other in zip(reads.best_weights, wrote.best_weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
+    name = "own/optimizer/0"
+    hundredth = np.asarray(tf.cast([0.01], tf.bfloat16))
+    parts = [SimpleNamespace(file=SimpleNamespace(name=f"{rank}.npz"), names=(name,)) for rank in range(2)]
+    for part in parts:
+        with (tmp_path / part.file.name).open("wb") as sink:
+            write_arrays(sink, {name: hundredth})
+    rows = [[name, "x/gradient_accumulator", [1], "bfloat16"]]
+    manifest: Any = SimpleNamespace(ranks=hvpipe.size() + 1, model={"variables": rows}, parts=parts)
+    found = state._redistributed(tmp_path, manifest, {name: plain(hundredth)})
+    assert float(found[name][0]) == (2 * float(hundredth[0]) if hvpipe.rank() == 0 else 0)
 
 
 def test_a_rank_that_is_asked_to_stop_at_the_end(tmp_path: Path) -> None:
