@@ -13,6 +13,7 @@ import pytest
 
 import hvpipe
 from distributed import launch
+from hvpipe.comm.engine import Engine
 from hvpipe.comm.mpi import MpiWorld
 from hvpipe.comm.settings import Settings
 from hvpipe.errors import PeerError
@@ -155,6 +156,19 @@ def test_a_loss_while_the_new_engine_is_made(monkeypatch: pytest.MonkeyPatch) ->
     )
     change = session.go_on_without_lost()
     assert (change.old_size, change.size, change.lost) == (4, 2, (2, 3))
+
+
+def test_totals_go_on_after_a_loss() -> None:
+    cores = [
+        SimpleNamespace(
+            counters=lambda n=n: {"network_bytes_sent": n}, stop=lambda: None, set_requests=lambda bits: None
+        )
+        for n in (100, 5)
+    ]
+    world: Any = SimpleNamespace(make_engine=lambda settings: cores.pop(0))
+    engine = Engine(world, Settings())
+    engine.go_on_with(world, Settings())
+    assert engine.counters()["network_bytes_sent"] == 105
 
 
 def test_a_loss_in_shutdown_that_the_watch_tells_of_later(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
+from hvpipe.commands import launch_options
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.commands.launch import (
     LaunchSpec,
@@ -153,6 +154,18 @@ def test_hosts_in_mpirun_arguments_are_other_machines(option: str) -> None:
     command = " ".join(mpirun_command(spec))
     assert "-x HVPIPE_TRACE" in command
     assert thread_settings(spec, {}) == {}
+
+
+def test_ranks_on_other_hosts_learn_the_job_folder() -> None:
+    """Regression: nothing that they told of a loss or of the job's end reached `hvpipe run`."""
+    commands: list[str] = []
+
+    def supervised(command: Sequence[str], environ: Mapping[str, str]) -> int:
+        commands.append(" ".join(command))
+        return 0
+
+    launch_options.start(replace(SPEC, hosts=HOSTS, ranks=4), {}, {}, dry_run=False, supervised=supervised)
+    assert "-x HVPIPE_JOB_FOLDER" in commands[0]
 
 
 def test_no_ranks() -> None:

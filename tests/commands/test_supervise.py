@@ -177,7 +177,8 @@ def test_ranks_are_asked_although_somebody_has_removed_the_folder(tmp_path: Path
 
 def test_sigterm_is_forwarded_if_ranks_cannot_be_asked(tmp_path: Path) -> None:
     """Regression: `hvpipe run` ended with 2, and the ranks were killed."""
-    setup = "import hvpipe.commands.supervise as s\ndef fails(folder): raise OSError('full')\ns.ask_to_stop = fails"
+    setup = "import hvpipe.commands.supervise as s\n"
+    setup += "def fails(folder): raise OSError('full')\ns.ask_to_stop = fails"
     process = supervised(LISTENING.format(stubborn=True), tmp_path, setup=setup)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 143
