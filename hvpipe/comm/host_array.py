@@ -29,7 +29,7 @@ def host_array(array: Any) -> Array:
     Raises:
         HvpipeError: If the array is not in host memory or does not hold numbers.
     """
-    if type(array) is np.ndarray and array.flags.c_contiguous:
+    if type(array) is np.ndarray and array.flags.c_contiguous and not array.dtype.hasobject:
         return array
     if isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, "__dlpack__"):
         found = np.asarray(array)

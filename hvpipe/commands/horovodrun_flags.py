@@ -24,6 +24,9 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(("--hierarchical-allreduce", "--no-hierarchical-allreduce"), 0),
     **dict.fromkeys(("--hierarchical-allgather", "--no-hierarchical-allgather"), 0),
     **dict.fromkeys(("--timeline-mark-cycles", "--no-timeline-mark-cycles", "--tcp"), 0),
+    **dict.fromkeys(("--stall-check", "--torus-allreduce", "--no-torus-allreduce"), 0),
+    **dict.fromkeys(("--log-with-timestamp", "--log-without-timestamp", "--no-log-hide-timestamp"), 0),
+    **dict.fromkeys(("--prefix-output-with-timestamp",), 0),
     **dict.fromkeys(("--mpi-threads-disable", "--no-mpi-threads-disable", "--log-hide-timestamp"), 0),
 }
 _SHUTDOWN = "--stall-check-shutdown-time-seconds"
@@ -78,7 +81,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="also write what each rank prints to DIR/rank.N/stdout and DIR/rank.N/stderr",
     )
     group.add_argument("--verbose", action="store_true", help="print the mpirun command before it starts")
-    group.add_argument("--check-build", nargs=0, action=_CheckBuild, help="run `hvpipe doctor` and exit")
+    group.add_argument("--min-num-proc", dest="min_np", type=int, metavar="K", help="the same as --min-np")
+    group.add_argument(
+        "-cb", "--check-build", nargs=0, action=_CheckBuild, help="run `hvpipe doctor` and exit"
+    )
     group.add_argument("--mpi", action="store_true", help="accepted: `hvpipe run` always uses MPI")
     group.add_argument("--gloo", action="store_true", help="refused: `hvpipe run` always uses MPI")
     group.add_argument("--config-file", metavar="FILE", help="refused: give what it sets as flags")

@@ -9,6 +9,8 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from hvpipe.commands.migrate_source import PythonSource, parse_quietly
 
@@ -276,7 +278,32 @@ def _is_missing(name: str) -> bool:
     """Tell whether a dotted name of Horovod has no counterpart."""
     parts = name.split(".")
     outside = len(parts) > 1 and parts[1] not in _IN_THE_PACKAGE
-    return outside or any(".".join(parts[:length]) in _ABSENT for length in range(3, len(parts) + 1))
+    if outside or any(".".join(parts[:length]) in _ABSENT for length in range(3, len(parts) + 1)):
+        return True
+    modules = [".".join(parts[:length]) for length in range(2, len(parts) + 1)]
+    last = max((module for module in modules if module in COUNTERPARTS), key=len, default=name)
+    rest = name[len(last) + 1 :].partition(".")[0]
+    return bool(rest) and f"{last}.{rest}" not in COUNTERPARTS and rest not in _names_in(last)
+
+
+@cache
+def _names_in(module: str) -> frozenset[str]:
+    """Return the names of a counterpart, without importing it: that would import TensorFlow."""
+    path = Path(__file__).parents[1] / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update(alias.asname or alias.name for alias in node.names)
+            if isinstance(node, ast.ImportFrom) and "*" in found:
+                found = (found - {"*"}) | _names_in(str(node.module).removeprefix(_WORD))
+    return frozenset(found)
 
 
 def _no_counterpart(name: str) -> str:

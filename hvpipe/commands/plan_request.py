@@ -252,7 +252,8 @@ def _promising(first: PlanRequest, counts: Sequence[int]) -> list[int]:
     devices, layers = first.cluster.devices, len(first.profile.layers)
     samples = first.profile.batch_size  # of one micro-batch, which is the batch
     room_bytes = max(device.room_bytes for device in devices)
-    least = sum(layer.state_bytes for layer in first.profile.layers) / room_bytes
+    whole_bytes = sum(layer.state_bytes for layer in first.profile.layers)
+    least = whole_bytes / room_bytes if room_bytes else math.inf
 
     def estimate_s(count: int) -> float:
         whole_s: float = first.profile.at_batch(math.ceil(samples / count)).compute_s

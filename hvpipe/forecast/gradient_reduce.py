@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, chain
 
@@ -21,8 +21,8 @@ from hvpipe.trace.computing_time import Interval, merged
 class Ring:
     """Devices in a circle; the slowest of their links sets the pace.
 
-    `ports` are the host ports that the ring crosses and shares with other traffic. Each has the link that it
-    would be without other traffic.
+    `ports` are the ports of hosts and racks that the ring crosses and shares with other traffic. Each has the
+    link that it would be for one message of the ring without other traffic.
     """
 
     devices: int
@@ -35,9 +35,16 @@ class Ring:
         hosts = {host.name: number for number, host in enumerate(cluster.hosts)}
         around = sorted(names, key=lambda name: hosts[cluster.host_of(name).name])
         pairs = list(zip(around, [*around[1:], around[0]], strict=True))
-        slowest = reduce(Link.joined, (cluster.link(one, other) for one, other in pairs))
-        ports = chain.from_iterable(cluster.ports(one, other) for one, other in pairs)
-        return Ring(len(names), slowest, tuple(ports))
+        crossed = list(chain.from_iterable(cluster.ports(one, other) for one, other in pairs))
+        times = Counter(port for port, _ in crossed)
+        # Hosts of a rack that are apart in the ring share its link.
+        ports = {
+            port: replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times[port])
+            for port, link in crossed
+        }
+        links = [cluster.link(one, other) for one, other in pairs]
+        slowest = reduce(Link.joined, [*links, *(ports[port] for port in ports if times[port] > 1)])
+        return Ring(len(names), slowest, tuple(ports.items()))
 
     def seconds(self, size_bytes: float) -> float:
         """Return the seconds of an all-reduce of this size.

@@ -135,7 +135,7 @@ def _fits(profile: Profile, cluster: Cluster, placement: Placement, pipelining: 
             received_bytes[stage] += tensor.bytes
     in_flight = in_flight_of(placement, pipelining)
     for stage, (names, places) in enumerate(placement):
-        layers = [profile.layers[place] for place in places]
+        layers = profile.once(places)
         again = pipelining.recomputes(stage)
         size_bytes = sum(stage_bytes(layers, received_bytes[stage], in_flight[stage], again))
         if size_bytes > cluster.device(names[0]).room_bytes:

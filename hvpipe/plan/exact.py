@@ -147,8 +147,10 @@ def _with_skips(
             best_s, best = search.best_s, list(zip(bounds.devices, search.best_ends, strict=True))
         if effort.layers <= 0:
             unproven_s = min(unproven_s, bounds.least_s)
-    if unproven_s >= best_s:
+    if unproven_s >= best_s or math.isinf(best_s):
         return best, "exact"
+    if unproven_s == 0:
+        return best, "not proven exact"
     return best, f"exact within {math.ceil(1000 * (best_s / unproven_s - 1)) / 10:g}%"
 
 

@@ -135,6 +135,7 @@ def test_a_file_of_both_frameworks() -> None:
         ("from horovod.runner.common import x", 1, "horovod.runner.common has no counterpart.*hvpipe run"),
         ("from horovod.common.exceptions import HorovodInternalError", 1, "tensorflow.elastic has its exc"),
         ("from horovod.tensorflow import mpi_ops", 1, "horovod.tensorflow.mpi_ops has no counterpart"),
+        ("from horovod.tensorflow import BroadcastGlobalVariablesHook", 1, "Hook has no counterpart"),
         ("import horovod\n\nhorovod.run(f)", 1, "line 3 needs it: horovod.run has no counterpart"),
         ("import horovod.keras\nhorovod = 3", 1, "line 2 binds the name horovod, too"),
         ("import horovod.keras\ndef f(hvpipe): pass", 1, "line 2 binds the name hvpipe, too"),

@@ -6,7 +6,7 @@ import pytest
 
 from hvpipe.forecast.gradient_reduce import BackwardSpan, Ring, RingGradients, reduce_beside
 from hvpipe.plan.buckets import Gradient, plan_buckets
-from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
 from hvpipe.specs.layer_cost import LayerCost
 
 MB4 = 4 << 20
@@ -28,6 +28,20 @@ def test_the_slowest_link_bounds_the_ring() -> None:
     assert dict(around.ports) == {(way, host): network for way in ("out of", "into") for host in "xy"}
     assert len(around.ports) == 4
     assert Ring.of(equal_cluster(1), ["h0"]).seconds(100) == 0
+
+
+def test_a_ring_that_goes_to_and_fro_between_racks_shares_their_links() -> None:
+    """Regression: each crossing had the whole link of a rack."""
+
+    def seconds(racks: str) -> float:
+        hosts = tuple(
+            Host(f"{rack}{place}", (Device(f"{rack}{place}"),), Link(0, 100.0), rack=rack)
+            for place, rack in enumerate(racks)
+        )
+        cluster = Cluster(hosts, racks=tuple(Rack(rack, Link(0, 100.0)) for rack in "ab"))
+        return Ring.of(cluster, [host.name for host in hosts]).seconds(400)
+
+    assert seconds("abab") == 2 * seconds("aabb") == 2 * 6
 
 
 def test_a_bucket_waits_until_it_is_final_on_all_ranks_and_the_one_before_is_done() -> None:

@@ -111,6 +111,19 @@ def test_a_search_that_stops_early_says_how_good_its_plan_is(monkeypatch: pytest
     assert stopped > 0
 
 
+def test_a_search_that_stops_early_says_what_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: an OverflowError."""
+    monkeypatch.setattr(sys.modules["hvpipe.plan.exact"], "_EFFORT", 20)
+    for seed in range(20):
+        profile, cluster = with_skips(seed)
+        hosts = [
+            replace(host, devices=tuple(replace(device, memory_bytes=1) for device in host.devices))
+            for host in cluster.hosts
+        ]
+        with pytest.raises(PlanError, match="memory of every device"):
+            exact(profile, replace(cluster, hosts=tuple(hosts)), 3)
+
+
 @quickly
 @given(profiles())
 def test_better_hardware_is_never_worse(profile: Profile) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from hvpipe.horovod import world
 from hvpipe.keras.collectives import objects
+from hvpipe.keras.initial_state import is_built
 from hvpipe.keras.variables import native
 
 __all__ = [
@@ -155,6 +156,13 @@ class TensorFlowKerasState(TensorFlowState):
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **values: Any) -> None:
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if not is_built(model):
+            raise ValueError(
+                "The model of a state should be built: give it an input shape, or call it on a batch first. "
+                f"Received: model {model.name}, not built"
+            )
+        if self.optimizer is not None and not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)  # now, so that its variables keep their order
         super().__init__(**values)
 
     def _listed(self) -> list[Any]:

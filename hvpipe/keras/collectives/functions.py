@@ -14,6 +14,7 @@ from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.keras.collectives import compression as compressors
 from hvpipe.keras.collectives import tensors as named
 from hvpipe.keras.collectives.process_sets import ProcessSet
+from hvpipe.log import logger
 from hvpipe.session import current
 
 _COMPRESSORS = {kind.name: kind for kind in compressors.EVERY_COMPRESSOR}
@@ -240,7 +241,8 @@ def reducescatter(
 def join() -> int:
     """Wait until all ranks have called this; until then take part in their allreduces with zeros.
 
-    For ranks with fewer batches than others, in loops of your own. Only sums and averages work meanwhile.
+    For ranks with fewer batches than others, in loops of your own that call `allreduce`. Only sums and
+    averages work meanwhile, and no steps of `average_gradients`, `DistributedOptimizer` or a tape in a graph.
 
     Returns:
         The rank that called it last.
@@ -255,5 +257,13 @@ def join() -> int:
         hk.join()
         ```
     """
-    joined: int = current().named_calls().join()
+    session = current()
+    if session.loops_by_plan:
+        session.loops_by_plan = False  # told once
+        logger.warning(
+            "hvpipe: join() stands in for this rank in collectives by name, such as allreduce, but not in "
+            "steps of a tape in a tf.function, of average_gradients or of DistributedOptimizer. If other "
+            "ranks have batches left, they wait for this one: give all the same number with shard()."
+        )
+    joined: int = session.named_calls().join()
     return joined

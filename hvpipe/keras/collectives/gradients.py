@@ -19,10 +19,10 @@ from hvpipe.keras.collectives import tensors as named
 from hvpipe.keras.collectives.compression import EVERY_COMPRESSOR
 from hvpipe.keras.collectives.ops import world_number
 from hvpipe.keras.collectives.process_sets import number_of
-from hvpipe.keras.compat import trained_variables
+from hvpipe.keras.compat import step_count, trained_variables
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
-from hvpipe.keras.variables import identity
+from hvpipe.keras.variables import identity, native
 from hvpipe.session import current
 
 
@@ -184,6 +184,7 @@ def wrap_optimizer(
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         given = trained_variables(optimizer) if trainable_variables is None else trainable_variables
         variables = list(given)
+        refuse_loss_scaling_outside(optimizer)
         if not optimizer.built:
             optimizer.build(variables)
         if passes == 1:
@@ -196,16 +197,30 @@ def wrap_optimizer(
                     None if g is None else tf.Variable(tf.zeros(v.shape, g.dtype), trainable=False)
                     for g, v in zip(dense, variables, strict=True)
                 )
-        return _accumulate(dense, variables, calls[0], sums, passes, average_passes, update)
+        steps = native(step_count(optimizer))  # of schedules: every pass counts
+        return _accumulate(dense, variables, calls[0], steps, sums, passes, average_passes, update)
 
     optimizer.apply = apply
     return optimizer
+
+
+def refuse_loss_scaling_outside(optimizer: Any) -> None:
+    """Raise if Keras would skip an update, and its reduction, on ranks whose own gradients overflow."""
+    if keras.config.dtype_policy().name != "mixed_float16" or current().world.size == 1:
+        return
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise HvpipeError(
+            "With mixed_float16 the optimizer that scales the loss should be inside: "
+            "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). "
+            f"Received: DistributedOptimizer of {type(optimizer).__name__}"
+        )
 
 
 def _accumulate(
     gradients: Sequence[Any],
     variables: Sequence[Any],
     calls: Any,
+    steps: Any,
     sums: Sequence[Any],
     passes: int,
     average: bool,
@@ -224,7 +239,11 @@ def _accumulate(
                 total.assign(tf.zeros_like(total))
         return True
 
-    tf.cond(tf.equal(calls % passes, 0), flush, lambda: False)
+    def skip() -> bool:
+        steps.assign_add(1)
+        return False
+
+    tf.cond(tf.equal(calls % passes, 0), flush, skip)
 
 
 # --- A tape -----------------------------------------------------------------------------------------------

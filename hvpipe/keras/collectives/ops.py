@@ -122,6 +122,8 @@ def _call_name(kind: str, name: str | None, tensors: Sequence[Any]) -> str:
     if tf.executing_eagerly():
         return f"{kind}.{name or 'unnamed'}"
     graph = tf.compat.v1.get_default_graph()
+    while getattr(getattr(graph, "outer_graph", None), "building_function", False):
+        graph = graph.outer_graph  # branches of tf.cond may run at the same time, too
     given = name or re.sub(r"[^a-zA-Z0-9_]", "_", str(tensors[0].name))
     # An eager tensor that a graph captures has a number as its name, which differs between ranks.
     base = f"{kind}.{'captured' if given[0].isdigit() and not name else given}"

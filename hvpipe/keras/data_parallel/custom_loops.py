@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
 
 from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.collectives.gradients import refuse_loss_scaling_outside
 from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.data_parallel.bucket_reduce import (
     BucketReducer,
@@ -77,10 +79,11 @@ def DistributedOptimizer(
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         given = trained_variables(optimizer) if trainable_variables is None else trainable_variables
         variables = list(given)
-        _refuse_loss_scaling_outside(optimizer)
+        refuse_loss_scaling_outside(optimizer)
         if not optimizer.built:
             optimizer.build(variables)
         if not hooks:
+            session.loops_by_plan = True
             used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
             tables = sliced_on_any_rank(session, grads, variables)
             options = ReduceOptions(compression, bucket_bytes, tables=tables, tables_agreed=True)
@@ -89,18 +92,6 @@ def DistributedOptimizer(
 
     optimizer.apply = apply
     return optimizer
-
-
-def _refuse_loss_scaling_outside(optimizer: Any) -> None:
-    """Raise if Keras would skip an update, and its reduction, on ranks whose own gradients overflow."""
-    if keras.config.dtype_policy().name != "mixed_float16":
-        return
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise HvpipeError(
-            "With mixed_float16 the optimizer that scales the loss should be inside: "
-            "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). "
-            f"Received: DistributedOptimizer of {type(optimizer).__name__}"
-        )
 
 
 class DistributedGradientTape:
@@ -225,8 +216,12 @@ def average_gradients(
 def _reducer_for(
     variables: Sequence[Any], gradients: Sequence[Any], compression: str | None, bucket_bytes: int | None
 ) -> BucketReducer:
-    """Return the reducer for a list of variables. The session keeps it as long as it lives."""
+    """Return the reducer for a list of variables.
+
+    The graph that uses it keeps it. Eager steps have no such place: the last few that they used are kept.
+    """
     session = current()
+    session.loops_by_plan = True
     key = (tuple(id(v) for v in variables), compression, bucket_bytes)
     found = session.reducers.get(key)
     if found is None:
@@ -236,4 +231,14 @@ def _reducer_for(
         found = make_reducer(session, "gradients", variables, options)
         session.reducers[key] = found
     reducer: BucketReducer = found
+    if tf.executing_eagerly():
+        recent = session.recent_reducers
+        if reducer in recent:
+            recent.remove(reducer)
+        recent.append(reducer)
+    else:
+        _kept_by_graphs.setdefault(tf.compat.v1.get_default_graph(), []).append(reducer)
     return reducer
+
+
+_kept_by_graphs: WeakKeyDictionary[Any, list[BucketReducer]] = WeakKeyDictionary()

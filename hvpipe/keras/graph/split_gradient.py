@@ -83,8 +83,13 @@ def split_gradient(
     saved = graph.saved_by_forward([*of_inputs, *of_weights])
     saved_later, shared = graph.saved_by_inputs_part(of_inputs, of_weights)
 
+    # Half types would lose what is added to a much larger sum.
     accumulators = [
-        tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False, name="hvpipe_gradient")
+        tf.Variable(
+            tf.zeros(v.shape, tf.float32 if v.dtype.size < 4 else v.dtype),
+            trainable=False,
+            name="hvpipe_gradient",
+        )
         for v in traced.variables
     ]
     effects = traced.graph.control_outputs
@@ -177,7 +182,7 @@ def _accumulating(piece: GraphPiece, accumulators: Sequence[Any]) -> dict[bool, 
         found = piece.run(*values)
         rest = len(found) - len(accumulators)
         for accumulator, gradient in zip(accumulators, found[rest:], strict=True):
-            (accumulator.assign if first else accumulator.assign_add)(gradient)
+            (accumulator.assign if first else accumulator.assign_add)(tf.cast(gradient, accumulator.dtype))
         return found[:rest]
 
     return {first: FlatFunction(functools.partial(run, first), piece.signature) for first in (True, False)}

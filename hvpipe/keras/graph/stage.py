@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -84,6 +84,7 @@ class StageFunctions:
         self._recompute = recompute
         self._ignored: frozenset[int] = frozenset()  # indices among the floating outputs
         self._adds_loss = False  # known after tracing
+        self._samples_here: Any = None  # while a graph is traced
 
     @cached_property
     def training(self) -> SplitGradient:
@@ -163,6 +164,7 @@ class StageFunctions:
     def _run(self, values: Sequence[Any], training: bool, with_loss: bool = True) -> list[Any]:
         graph, cut = self._stages.graph, self._cut
         known = self._named(values)
+        self._samples_here = self._count(known)
         masks: dict[int, Any] = {}  # of this stage's tensors; a later call may delete a tensor's mask
         losses: list[Any] = []
         with scaled_activities(graph.layers(cut.calls), self._share_of):
@@ -192,6 +194,14 @@ class StageFunctions:
             found.append(tf.add_n([zero, *(tf.cast(loss, self.loss_dtype) for loss in losses)]))
         return [*found, *results, *(compat.get_keras_mask(results[index]) for index in self.masked)]
 
+    def _count(self, known: Mapping[int, Any]) -> Any:
+        """Return the samples that a stage gets; None if the first axis of its tensors counts other things."""
+        tensors = self._stages.graph.tensors
+        for number, value in known.items():
+            if tensors[number].of_samples and tensors[number].shape[:1] == (None,):
+                return tf.shape(value)[0]
+        return None
+
     def _named(self, values: Sequence[Any]) -> dict[int, Any]:
         """Return the wires and inputs among `values` by tensor number, with their masks attached."""
         known: dict[int, Any] = {}
@@ -215,10 +225,11 @@ class StageFunctions:
         return total / self._share_of(loss, total.dtype)
 
     def _share_of(self, tensor: Any, dtype: Any) -> Any:
-        """Return the share of the batch's samples that a tensor holds."""
+        """Return the share of the batch's samples that a tensor belongs to."""
         if self._samples is None:
             return tf.ones((), dtype)
-        samples = tf.cast(tf.shape(tensor)[0], self.loss_dtype)
+        count = tf.shape(tensor)[0] if self._samples_here is None else self._samples_here
+        samples = tf.cast(count, self.loss_dtype)
         return tf.cast(samples / tf.cast(self._samples, self.loss_dtype), dtype)
 
     def _check_dtype(self, wire: Wire, value: Any) -> None:

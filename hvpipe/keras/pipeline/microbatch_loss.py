@@ -72,7 +72,7 @@ class _ScaledLoss:
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         value = self._loss(y_true, y_pred, sample_weight)
-        samples = tf.shape(keras.tree.flatten(y_pred)[0])[0]
+        samples = tf.shape(keras.tree.flatten(y_true)[0])[0]  # outputs may have time in their first axis
         wide = tf.float64 if value.dtype == tf.float64 else tf.float32
         self.share = tf.cast(samples, wide) / tf.cast(self._whole.samples, wide)
         if getattr(self._loss, "reduction", None) == "sum":

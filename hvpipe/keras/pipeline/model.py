@@ -41,6 +41,7 @@ from hvpipe.keras.pipeline.model_checks import (
     check_no_own_steps,
     check_open_batch_size,
     check_real_wires,
+    check_text_inputs,
 )
 from hvpipe.keras.pipeline.optimizer_settings import check_optimizer, check_same_optimizer, learning_rate_of
 from hvpipe.keras.pipeline.plan_choice import PipelineOptions, plan_for
@@ -139,6 +140,7 @@ def pipeline_parallel(
     plan, ranks = plan_for(session, graph, options)
     layout = layout_of(graph, plan, ranks)
     check_real_wires(layout.stages)
+    check_text_inputs(layout)
     session.engine.agree(layout.summary)
     recomputes = plan.pipelining.recomputes
     return PipelineParallel(session, model, layout, checks, deferred=deferred, recomputes=recomputes)

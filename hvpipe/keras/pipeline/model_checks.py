@@ -9,6 +9,7 @@ import keras
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.graph.layer_graph import LayerGraph
 from hvpipe.keras.graph.stage_cuts import Stages
+from hvpipe.keras.pipeline.layout import Layout
 
 
 def check_no_own_steps(model: Any) -> None:
@@ -45,6 +46,20 @@ def check_dense_inputs(model: Any) -> None:
             raise HvpipeError(
                 "A pipeline cuts batches, so each of the model's inputs should be a dense tensor. "
                 f"Received: input {layer.name!r} with {odd}=True"
+            )
+
+
+def check_text_inputs(layout: Layout) -> None:
+    """Raise HvpipeError if text would travel from the rank that has the data: messages are numbers."""
+    graph = layout.stages.graph
+    for stage, cut in enumerate(layout.stages.cuts):
+        texts = [number for number in cut.inputs if graph.tensors[number].dtype == "string"]
+        ranks = layout.ranks_of(stage)
+        if texts and ranks != (layout.data_rank,):
+            raise HvpipeError(
+                "Layers that read text should be in the first stage, and that on one rank: turn text into "
+                "numbers in the dataset, or choose other stages. Received: an input of text for stage "
+                f"{stage} on ranks {', '.join(map(str, ranks))}"
             )
 
 

@@ -172,8 +172,8 @@ def allreduce(
     compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduce a value over ranks; return a NumPy array."""
-    reduced = _hvd.allreduce(
+    """Reduce a value over ranks; return a tensor."""
+    return _hvd.allreduce(
         value,
         average=average,
         compression=compression,
@@ -183,26 +183,25 @@ def allreduce(
         name=name,
         process_set=process_set,
     )
-    return reduced.numpy()
 
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Concatenate the values of all ranks along the first axis; return a NumPy array."""
-    return _hvd.allgather(value, name, process_set=process_set).numpy()
+    """Concatenate the values of all ranks along the first axis; return a tensor."""
+    return _hvd.allgather(value, name, process_set=process_set)
 
 
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the value of one rank as a NumPy array."""
-    return _hvd.broadcast(value, root_rank, name, process_set=process_set).numpy()
+    """Return the value of one rank as a tensor."""
+    return _hvd.broadcast(value, root_rank, name, process_set=process_set)
 
 
 def reducescatter(
     value: Any, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Reduce a value and return this rank's part of the first axis as a NumPy array."""
-    return _hvd.reducescatter(value, op=op, name=name, process_set=process_set).numpy()
+    """Reduce a value and return this rank's part of the first axis as a tensor."""
+    return _hvd.reducescatter(value, op=op, name=name, process_set=process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> None:

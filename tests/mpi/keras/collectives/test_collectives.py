@@ -289,6 +289,20 @@ def test_names_of_hvpipe_keras(run: Any) -> None:
     assert 0 <= hk.join() < size
 
 
+def test_calls_in_branches_have_names_of_their_own() -> None:
+    """Regression: branches may run at the same time, but their calls had one name."""
+
+    @tf.function
+    def step(x: Any) -> Any:
+        one = tf.cond(x[0] > 0, lambda: hvd.allreduce(x, name="a"), lambda: x)
+        return one + tf.cond(x[0] > 0, lambda: hvd.allreduce(x, name="a"), lambda: x)
+
+    graph = step.get_concrete_function(tf.ones([2])).graph.as_graph_def()
+    nodes = [node for function in graph.library.function for node in function.node_def]
+    calls = [node.attr["call"].s for node in nodes if node.op == "HvpipeNamedAllreduce"]
+    assert len(calls) == len(set(calls)) == 2
+
+
 def test_more_rows_than_mpi_can_count() -> None:
     """Regression: no named collective worked any more after such a call."""
     size, rows = hvd.size(), 2**30 + 2 * hvd.size()

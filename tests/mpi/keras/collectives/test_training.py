@@ -158,6 +158,7 @@ def test_gradients_of_several_backward_passes_add_up(average: bool) -> None:
         factor = 0.5 if average else 1.0
         plain.apply([factor * (a + b) for a, b in zip(*passes, strict=True)], reference.trainable_variables)
     assert_close(model.get_weights(), reference.get_weights())
+    assert int(optimizer.iterations) == 4  # schedules count every pass, as in Horovod
 
 
 def test_a_partial_optimizer_leaves_a_layer_to_its_rank() -> None:

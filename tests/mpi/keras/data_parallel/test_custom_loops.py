@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import hvpipe
+import hvpipe.horovod.tensorflow as hvd
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import variables
@@ -430,14 +433,31 @@ def test_wrong_arguments() -> None:
         hk.DistributedGradientTape(tf.GradientTape(), compression="int4")
 
 
-def test_loss_scaling_around_a_distributed_optimizer_is_refused() -> None:
+def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
+    """Regression: the session kept each model of a search, with its buffers."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank reduces nothing")
+
+    def train_one() -> Any:
+        model = compiled()
+        train(model, my_batches(1), True, hk.DistributedGradientTape)
+        return weakref.ref(model.trainable_variables[0].value)
+
+    found = train_one()
+    gc.collect()
+    assert found() is None
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_loss_scaling_around_a_distributed_optimizer_is_refused(passes: int) -> None:
     """Each rank would skip its own overflowing updates, and with them their reductions."""
     if hvpipe.size() == 1:
         pytest.skip("one rank reduces nothing")
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model = compiled(mlp, hk.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+        own = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=passes)
+        model = compiled(mlp, own)
         assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
         with pytest.raises(HvpipeError, match=r"should be inside.*Received: DistributedOptimizer of SGD"):
             model.fit(my_batches(1), verbose=0)

@@ -53,6 +53,19 @@ def test_complex_numbers_between_stages_are_refused() -> None:
         hk.pipeline_parallel(with_complex_numbers, profile=profile)
 
 
+def reads_text() -> keras.Model:
+    words = keras.Input((), dtype="string")
+    x = keras.layers.Embedding(4, 8)(keras.layers.StringLookup(vocabulary=["a", "b"])(words))
+    return keras.Model(words, keras.layers.Dense(4)(keras.layers.Dense(4)(x)))
+
+
+def test_text_for_several_ranks_is_refused() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank has all stages")
+    with pytest.raises(HvpipeError, match=r"read text should be in the first stage, .* text for stage 0 on"):
+        hk.pipeline_parallel(reads_text, stages=1)
+
+
 class Subclassed(keras.Model):
     def call(self, inputs: Any) -> Any:
         return inputs

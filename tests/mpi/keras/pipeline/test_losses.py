@@ -61,6 +61,33 @@ def test_a_sum_loss_covers_the_whole_batch() -> None:
     check_equal(told(one_output, fit, loss=keras.losses.MeanSquaredError(reduction="sum")))
 
 
+class Folded(keras.losses.Loss):
+    """Compares outputs whose first axis has samples and time with targets of samples."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean((keras.ops.reshape(y_true, (-1, 1)) - y_pred) ** 2, axis=-1)
+
+
+def folded() -> keras.Model:
+    dense = [layers.Dense(4, activation="tanh") for _ in range(3)]
+    return keras.Sequential([keras.Input((12,)), *dense, FoldsTime()])
+
+
+class FoldsTime(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return keras.ops.reshape(x, (-1, 1))
+
+
+def test_a_sum_over_outputs_with_time_in_their_first_axis() -> None:
+    """Regression: the loss was divided by the length of time."""
+    x, _ = batches(mlp, 21)
+
+    def fit(model: Any) -> Any:
+        return model.fit(x, x[:, :4], batch_size=7, epochs=2, shuffle=False, verbose=0).history
+
+    check_equal(told(folded, fit, loss=Folded(reduction="sum")))
+
+
 @pytest.mark.parametrize("reduction", [None, "mean_with_sample_weight"])
 def test_a_reduction_that_micro_batches_cannot_compute_is_refused(reduction: str | None) -> None:
     pipe = hk.pipeline_parallel(one_output)
@@ -120,9 +147,10 @@ def with_penalty(weight: float, **options: Any) -> keras.Model:
 
 
 class Penalties(layers.Layer):
-    """Adds a loss for each sample, one for each channel, and one for all."""
+    """Adds a loss for each sample, one for each entry, one for each channel, and one for all."""
 
     def call(self, x: Any) -> Any:
+        self.add_loss(0.05 * keras.ops.reshape(x, (-1,)) ** 2)
         self.add_loss(0.1 * keras.ops.mean(x**2, axis=-1))
         self.add_loss(0.2 * keras.ops.mean(x**2, axis=0))
         self.add_loss(0.3 * keras.ops.mean(x**2))
