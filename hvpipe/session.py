@@ -7,12 +7,10 @@ import os
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakValueDictionary
 
 from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, print_with_rank
 from hvpipe.comm.discover import discover
@@ -100,9 +98,7 @@ class Session:
         self.engine: Engine = Engine(self.world, settings)
         self.step_durations_s: list[float] = []
         self.sample_counters: list[CountsSamples] = []
-        # See hvpipe.keras.data_parallel.custom_loops.
-        self.reducers: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # by what they reduce
-        self.recent_reducers: deque[Any] = deque(maxlen=8)
+        self.reducers: dict[Any, Any] = {}  # by what they reduce; see hvpipe.keras.data_parallel.custom_loops
         self.loops_by_plan = False  # whether a tape or an optimizer of a custom loop reduces by a plan
         self.announcements = 0  # of steps that reduce, counted when their graph is built
         self.clock_reading = (0.0, 0.0)  # see hvpipe.trace.events.Clock

@@ -27,6 +27,8 @@ from hvpipe.trace.events import Event, Trace
 HOROVODRUN = [
     *(
         "--check-build",
+        "-cb",
+        "--min-num-proc",
         "--config-file",
         "--fusion-threshold-mb",
         "--gloo",

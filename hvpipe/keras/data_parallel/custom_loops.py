@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
@@ -216,10 +215,7 @@ def average_gradients(
 def _reducer_for(
     variables: Sequence[Any], gradients: Sequence[Any], compression: str | None, bucket_bytes: int | None
 ) -> BucketReducer:
-    """Return the reducer for a list of variables.
-
-    The graph that uses it keeps it. Eager steps have no such place: the last few that they used are kept.
-    """
+    """Return the reducer for a list of variables. The session keeps it as long as it lives."""
     session = current()
     session.loops_by_plan = True
     key = (tuple(id(v) for v in variables), compression, bucket_bytes)
@@ -231,14 +227,4 @@ def _reducer_for(
         found = make_reducer(session, "gradients", variables, options)
         session.reducers[key] = found
     reducer: BucketReducer = found
-    if tf.executing_eagerly():
-        recent = session.recent_reducers
-        if reducer in recent:
-            recent.remove(reducer)
-        recent.append(reducer)
-    else:
-        _kept_by_graphs.setdefault(tf.compat.v1.get_default_graph(), []).append(reducer)
     return reducer
-
-
-_kept_by_graphs: WeakKeyDictionary[Any, list[BucketReducer]] = WeakKeyDictionary()

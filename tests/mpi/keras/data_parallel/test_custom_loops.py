@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -431,21 +429,6 @@ def test_wrong_arguments() -> None:
         hk.DistributedOptimizer("sgd")
     with pytest.raises(HvpipeError, match="compression"):
         hk.DistributedGradientTape(tf.GradientTape(), compression="int4")
-
-
-def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
-    """Regression: the session kept each model of a search, with its buffers."""
-    if hvpipe.size() == 1:
-        pytest.skip("one rank reduces nothing")
-
-    def train_one() -> Any:
-        model = compiled()
-        train(model, my_batches(1), True, hk.DistributedGradientTape)
-        return weakref.ref(model.trainable_variables[0].value)
-
-    found = train_one()
-    gc.collect()
-    assert found() is None
 
 
 @pytest.mark.parametrize("passes", [1, 2])

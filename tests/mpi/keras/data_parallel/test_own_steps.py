@@ -246,7 +246,9 @@ def test_ctrl_c_within_a_step() -> None:
 
         def pressing(wanted: Any, found: Any) -> Any:
             with tf.control_dependencies([tf.numpy_function(press, [], tf.float32)]):
-                return tf.reduce_mean((tf.one_hot(tf.reshape(wanted, [-1]), CLASSES) - found) ** 2)
+                return tf.reduce_mean(
+                    (tf.one_hot(tf.cast(tf.reshape(wanted, [-1]), tf.int32), CLASSES) - found) ** 2
+                )
 
         model = parallel(compiled(loss=pressing), overlap)
         with pytest.raises(KeyboardInterrupt):

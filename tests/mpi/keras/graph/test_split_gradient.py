@@ -257,3 +257,15 @@ def test_no_copy_of_the_weights_is_kept() -> None:
     )
     _, kept = functions.forward([tf.ones((2, 500))])
     assert kept_bytes(kept) < 10_000
+
+
+def test_many_gradients_of_half_precision_weights_add_up() -> None:
+    """Regression: bfloat16 drops what is added to a sum 256 times as large."""
+    weight = tf.Variable(tf.ones([2], tf.bfloat16))
+    spec = tf.TensorSpec([2], tf.bfloat16)
+    parts = split_gradient(lambda x: [x * weight], [spec], [weight], differentiated_inputs=1)
+    ones = tf.ones([2], tf.bfloat16)
+    for turn in range(1000):
+        _, saved = parts.forward([ones])
+        parts.backward(saved, [ones], turn == 0)
+    np.testing.assert_array_equal(parts.accumulators[0], [1000, 1000])
