@@ -70,8 +70,8 @@ struct Request {
   std::string Described() const;  // such as "allreduce (sum) of float32[2, 3]"
 };
 
-// Of one call of MPI, which counts in int.
-constexpr std::int64_t kMostRows = std::int64_t{1} << 30;
+// Rows, elements or bytes of one call of MPI, which counts in int.
+constexpr std::int64_t kMostAtOnce = std::int64_t{1} << 30;
 
 enum class Problem : std::int32_t {
   kNone,

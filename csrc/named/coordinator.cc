@@ -124,8 +124,8 @@ std::string Coordinator::TooManyRows(const Pending& pending) const {
     }
   }
   for (const auto& [of, count] : rows) {
-    if (count <= kMostRows) continue;
-    return "An alltoall should send and receive at most " + std::to_string(kMostRows) +
+    if (count <= kMostAtOnce) continue;
+    return "An alltoall should send and receive at most " + std::to_string(kMostAtOnce) +
            " rows on each rank. Received: " + std::to_string(count);
   }
   return "";

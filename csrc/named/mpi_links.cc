@@ -16,8 +16,8 @@ namespace {
 constexpr int kExchangeTag = 1;
 
 int AsCount(std::int64_t value) {
-  if (value > kMostRows) {
-    throw Error("A collective should have at most " + std::to_string(kMostRows) +
+  if (value > kMostAtOnce) {
+    throw Error("A collective should have at most " + std::to_string(kMostAtOnce) +
                     " rows or elements. Received: " + std::to_string(value),
                 ErrorKind::kUsage);
   }
@@ -66,9 +66,9 @@ class MpiSetLinks : public SetLinks {
   }
 
   void AllReduce(void* data, std::int64_t count, Type type, ReduceOp op) override {
-    for (std::int64_t start = 0; start < count; start += kMostRows) {
+    for (std::int64_t start = 0; start < count; start += kMostAtOnce) {
       char* const part = static_cast<char*>(data) + static_cast<std::size_t>(start) * SizeOf(type);
-      HVPIPE_MPI(MPI_Allreduce(MPI_IN_PLACE, part, static_cast<int>(std::min(count - start, kMostRows)),
+      HVPIPE_MPI(MPI_Allreduce(MPI_IN_PLACE, part, static_cast<int>(std::min(count - start, kMostAtOnce)),
                                MpiType(type), MpiOp(op, type), communicator_));
     }
   }
@@ -80,8 +80,8 @@ class MpiSetLinks : public SetLinks {
   }
 
   void Exchange(const void* mine, void* theirs, std::size_t bytes, int partner) override {
-    for (std::size_t start = 0; start < bytes; start += kMostRows) {
-      const int part = static_cast<int>(std::min(bytes - start, static_cast<std::size_t>(kMostRows)));
+    for (std::size_t start = 0; start < bytes; start += kMostAtOnce) {
+      const int part = static_cast<int>(std::min(bytes - start, static_cast<std::size_t>(kMostAtOnce)));
       HVPIPE_MPI(MPI_Sendrecv(static_cast<const char*>(mine) + start, part, MPI_BYTE, partner, kExchangeTag,
                               static_cast<char*>(theirs) + start, part, MPI_BYTE, partner, kExchangeTag,
                               communicator_, MPI_STATUS_IGNORE));
@@ -93,7 +93,7 @@ class MpiSetLinks : public SetLinks {
     const auto place = static_cast<std::size_t>(place_);
     const std::size_t row_bytes = static_cast<std::size_t>(tensor.row_elements()) * SizeOf(tensor.type);
     const std::int64_t all_rows = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-    if (std::max(all_rows, tensor.row_elements()) > kMostRows)
+    if (std::max(all_rows, tensor.row_elements()) > kMostAtOnce)
       return AllGatherByRank(mine, static_cast<char*>(all), rows, row_bytes);
     const RowType row(tensor);
     const std::vector<int> counts = AsCounts(rows);
@@ -106,8 +106,8 @@ class MpiSetLinks : public SetLinks {
   }
 
   void Broadcast(void* data, std::size_t bytes, int root) override {
-    for (std::size_t start = 0; start < bytes; start += kMostRows) {
-      const int part = static_cast<int>(std::min(bytes - start, static_cast<std::size_t>(kMostRows)));
+    for (std::size_t start = 0; start < bytes; start += kMostAtOnce) {
+      const int part = static_cast<int>(std::min(bytes - start, static_cast<std::size_t>(kMostAtOnce)));
       HVPIPE_MPI(MPI_Bcast(static_cast<char*>(data) + start, part, MPI_BYTE, root, communicator_));
     }
   }
