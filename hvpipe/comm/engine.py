@@ -467,10 +467,11 @@ class Engine:
         """
         if self.core is not None:
             self.core.stop()
-            for name, total in self.core.counters().items():
-                self._counted[name] = self._counted.get(name, 0) + total
+        totals = {} if self.core is None else dict(self.core.counters())
         self.world, self._settings = world, settings
         self.core = world.make_engine(settings)
+        for name, total in totals.items():
+            self._counted[name] = self._counted.get(name, 0) + total
         for number, arguments in enumerate(self._plans):
             self.core.add_plan(*(arguments or ("removed", 0, [], False)))
             if arguments is None:

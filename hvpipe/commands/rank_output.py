@@ -57,9 +57,9 @@ def recorded(command: Sequence[str], folder: str, *, dry_run: bool) -> tuple[str
 
 def appending(command: Sequence[str]) -> tuple[str, ...]:
     """Return a command for a later start of the same job, which goes on in the files of the first start."""
-    if _MODULE not in command or _APPEND in command:
+    after = command.index(_MODULE) + 1 if _MODULE in command else 0
+    if after == 0 or command[after] == _APPEND:
         return tuple(command)
-    after = command.index(_MODULE) + 1
     return (*command[:after], _APPEND, *command[after:])
 
 

@@ -21,7 +21,7 @@ from hvpipe.comm.job_folder import STOPPED, TOO_FEW, tell_checkpoints
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.boundary_requests import BUSY, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
-from hvpipe.keras.checkpoint.data_position import FIRST_EPOCH, ResumedReading, epochs_read
+from hvpipe.keras.checkpoint.data_position import FIRST_EPOCH, WITHIN, ResumedReading, epochs_read
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.preemption import StopRequest, tell_launcher
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, python_state
@@ -64,6 +64,7 @@ class CheckpointedFit:
         self._saved_step = self._step = 0
         self._epoch = self._batch = 0
         self._first_epoch: int | None = None  # of the first `fit`, once it is known
+        self._data_ended = self._within = False  # of this epoch; whether a callback has stopped within it
         # Samples that no running rank counts: those before this process began, and those of lost ranks.
         self._earlier_samples = 0.0
         self._epoch_samples = 0.0
@@ -325,6 +326,7 @@ class CheckpointedFit:
         try:
             logs = self._inner(iterator)
         except StopIteration:
+            self._data_ended = True
             self.leave_steps()
             raise
         self._updates_before = None
@@ -356,7 +358,9 @@ class CheckpointedFit:
             self._resume.end_epoch()
             self._resume = None
         # A callback that stops within an epoch, before a time limit, leaves the rest of it to the next start.
-        within = self._model.stop_training and self._length is not None and 0 < self._batch < self._length
+        stopped = self._model.stop_training and not self._data_ended and not self._session.settings.elastic
+        within = stopped and self._length is not None and 0 < self._batch < self._length
+        self._within, self._data_ended = within, False
         if not within:
             self._reading = replace(self._reading, skipped=0, source=None)
             self._epoch, self._batch, self._epoch_samples = epoch + 1, 0, 0.0
@@ -397,6 +401,7 @@ class CheckpointedFit:
                     "stopped": self._batch == 0 and bool(self._model.stop_training),
                     "ranks": self._ranks_before or self._world.size,
                     FIRST_EPOCH: self._first_epoch or 0,
+                    WITHIN: self._within,
                     **self._reading.notes(self._step - self._resumed_step, self._world.size),
                     **self._state.notes(self._batch),
                 },

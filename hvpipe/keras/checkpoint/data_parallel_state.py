@@ -28,7 +28,7 @@ import tensorflow as tf
 from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest, RankPart
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.checkpoint.data_position import epochs_read
+from hvpipe.keras.checkpoint.data_position import epochs_read, has_metrics
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind, check_variables, described, of_type
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
@@ -250,7 +250,7 @@ class RestoredDataParallel:
         """Set this rank's statistics, sums, metrics, counts and random numbers."""
         state = self._state
         # Keras resets metrics at the beginning of an epoch.
-        metrics = state.metrics() if self._manifest.position.batch else {}
+        metrics = state.metrics() if has_metrics(self._manifest) else {}
         _assign({**state.own(), **metrics}, self._own)
         settle(state.model)
         if _COUNTED in self._own:

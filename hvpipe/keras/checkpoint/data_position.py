@@ -35,7 +35,7 @@ from hvpipe.keras.fit_call import FitCall
 
 logger = logging.getLogger("hvpipe")
 
-SOURCE, READ, FIRST_EPOCH = "source", "read", "first_epoch"  # notes of rank 0's part
+SOURCE, READ, FIRST_EPOCH, WITHIN = "source", "read", "first_epoch", "within"  # notes of rank 0's part
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,14 @@ class ResumedReading:
 def epochs_read(manifest: Manifest) -> int:
     """Return how many epochs `fit` has finished. It may have begun with a later one than the first."""
     return manifest.position.epoch - int(manifest.parts[0].notes.get(FIRST_EPOCH, 0))
+
+
+def has_metrics(manifest: Manifest) -> bool:
+    """Return whether a checkpoint has the metrics of its epoch so far.
+
+    It does not at an epoch's end, nor if a callback stopped within the epoch: a validation may have followed.
+    """
+    return manifest.position.batch > 0 and not manifest.parts[0].notes.get(WITHIN)
 
 
 def resumed_reading(

@@ -15,6 +15,7 @@ from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest
 from hvpipe.config_file import Table
 from hvpipe.keras import compat
+from hvpipe.keras.checkpoint.data_position import has_metrics
 from hvpipe.keras.checkpoint.inheritance import Held, shares
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
@@ -197,7 +198,7 @@ class RestoredPipeline:
         """Set this rank's logs, metrics and random numbers."""
         state = self._state
         # Keras resets metrics and logs at the beginning of an epoch.
-        if self._manifest.position.batch and _LOGS in self._own:
+        if has_metrics(self._manifest) and _LOGS in self._own:
             for name, variable in state.metrics().items():
                 if name in self._own:
                     variable.assign(as_variable(self._own[name], variable))

@@ -185,6 +185,11 @@ def wrap_optimizer(
         given = trained_variables(optimizer) if trainable_variables is None else trainable_variables
         variables = list(given)
         refuse_loss_scaling_outside(optimizer)
+        if passes > 1 and optimizer.gradient_accumulation_steps:
+            raise HvpipeError(
+                "backward_passes_per_step and Keras's gradient_accumulation_steps do the same: give one. "
+                f"Received: {passes} and {optimizer.gradient_accumulation_steps}"
+            )
         if not optimizer.built:
             optimizer.build(variables)
         if passes == 1:
@@ -197,7 +202,8 @@ def wrap_optimizer(
                     None if g is None else tf.Variable(tf.zeros(v.shape, g.dtype), trainable=False)
                     for g, v in zip(dense, variables, strict=True)
                 )
-        steps = native(step_count(optimizer))  # of schedules: every pass counts
+        # Schedules count every pass, as in Horovod.
+        steps = native(step_count(getattr(optimizer, "inner_optimizer", optimizer)))
         return _accumulate(dense, variables, calls[0], steps, sums, passes, average_passes, update)
 
     optimizer.apply = apply
@@ -208,7 +214,7 @@ def refuse_loss_scaling_outside(optimizer: Any) -> None:
     """Raise if Keras would skip an update, and its reduction, on ranks whose own gradients overflow."""
     if keras.config.dtype_policy().name != "mixed_float16" or current().world.size == 1:
         return
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if not (isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor):
         raise HvpipeError(
             "With mixed_float16 the optimizer that scales the loss should be inside: "
             "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). "

@@ -120,6 +120,7 @@ class Elastic:
         self._callbacks: Sequence[Any] = ()
         self._saves = False
         self._leaves_after: int | None = None
+        self._section_before: Callable[[Callable[[], Any]], Any] = session.run_section
         self.has_fitted = False
         """Whether a `fit` has begun."""
 
@@ -139,12 +140,13 @@ class Elastic:
         self._callbacks = callbacks
         self._saves = any(hasattr(callback, "at_epoch_ends") for callback in callbacks)
         self.data = ElasticData(self._session, source, steps_per_epoch)
+        self._section_before = self._session.run_section
         self._session.run_section = self.section
         self.has_fitted = True
 
     def end_fit(self) -> None:
-        """End a `fit`: another model's sections are none of this model's."""
-        self._session.run_section = lambda call: call()
+        """End a `fit`: what another model does next is none of this model's sections."""
+        self._session.run_section = self._section_before
 
     # --- What runs under its protection -------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.variables import average_variables
 from hvpipe.plan.compression import compression_named
-from hvpipe.session import Session, current
+from hvpipe.session import Session, current, plainly
 
 Model = TypeVar("Model", bound=keras.Model)
 
@@ -82,6 +82,7 @@ _FLUSH_FIRST = (
 _SET = ("load_own_variables", "load_weights", "set_state_tree", "set_weights")
 
 # And those that another thread may call during `fit`: no step begins until they return.
+_STEP_S = 2.0  # the longest wait for a step to end
 _BETWEEN_STEPS = (*_SET, "get_state_tree", "get_weights", "save", "save_own_variables", "save_weights")
 
 
@@ -466,9 +467,11 @@ class DataParallel:
         return averaged if return_dict else metrics_in_order(self.model, averaged)
 
     def _section(self, call: Callable[[], Any]) -> Any:
-        """Run a part of `evaluate`, outside of `fit` as well."""
-        elastic = self.steps.elastic
-        return elastic.section(call) if elastic is not None and elastic.has_fitted else call()
+        """Run a part of `evaluate`, as one of the `fit` that runs, else of this model's last `fit`."""
+        elastic, run = self.steps.elastic, self.session.run_section
+        if run is plainly and elastic is not None and elastic.has_fitted:
+            run = elastic.section
+        return run(call)
 
     def _averaged(self, logs: Mapping[str, Any], samples: float, size: int) -> tuple[dict[str, Any], bool]:
         """Return the means over ranks, and whether all ranks of today have evaluated all data."""
@@ -524,7 +527,13 @@ class DataParallel:
         return returned
 
     def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        with self.steps.between_steps if name in _BETWEEN_STEPS else contextlib.nullcontext():
+        lock = self.steps.between_steps
+        # A step may wait for this call: its data may come from code that uses the model.
+        holds = name in _BETWEEN_STEPS and lock.acquire(timeout=_STEP_S)
+        try:
             self.steps.flush()
             self._set = self._set or name in _SET
             return self._methods.own(name)(*args, **kwargs)
+        finally:
+            if holds:
+                lock.release()

@@ -122,6 +122,8 @@ class TrainSteps:
             self._flush()
 
     def _flush(self) -> None:
+        if not self._pending:  # nor in a step: its data may come from code that uses the model
+            return
         with self.between_steps:
             pending, self._pending = self._pending, False
             if pending and self._hook is not None:

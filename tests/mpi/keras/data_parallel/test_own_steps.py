@@ -287,6 +287,21 @@ def test_another_thread_reads_weights_during_fit() -> None:
     assert_same_bits(found, trained("none"))
 
 
+def test_data_that_the_model_chooses() -> None:
+    """A step waits for its data, and so for the code that makes it."""
+    model = parallel(compiled(), "step")
+    x = np.random.default_rng(hvpipe.rank()).normal(size=(8, FEATURES)).astype(np.float32)
+
+    def hard_examples() -> Any:
+        while True:
+            found = model(x).numpy() if not model.built else model.predict_on_batch(x)
+            yield x, np.argmin(found, axis=-1)
+
+    spec = (tf.TensorSpec((8, FEATURES), tf.float32), tf.TensorSpec((8,), tf.int64))
+    data = tf.data.Dataset.from_generator(hard_examples, output_signature=spec)
+    assert np.isfinite(fit(model, data, steps_per_epoch=STEPS)["loss"][0])
+
+
 def test_a_learning_rate_that_changes_at_every_batch() -> None:
     """Regression: the update that "step" leaves to the next step had that step's rate."""
 
