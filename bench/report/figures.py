@@ -71,6 +71,13 @@ class CaseFigures:
         return None if self.alone_s is None else self.alone_s / self.step_s
 
     @property
+    def bound_is(self) -> str:
+        """What the bound was measured by: "plain TCP", "links as measured"; "" if links count as set."""
+        if self.beside_tcp:
+            return "plain TCP"
+        return "links as measured" if self.links_rate == "measured" else ""
+
+    @property
     def over_bound(self) -> float | None:
         """The step over its bound: 1 hides everything that can be hidden."""
         return None if self.bound_s is None else self.step_s / self.bound_s

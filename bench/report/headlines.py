@@ -147,7 +147,7 @@ def _bounds(rows: Sequence[CaseFigures]) -> str:
     tcp = "computing alone while a plain TCP stream sends as many bytes"
     if len(beside) == len(rows):
         return tcp
-    rates = [row for row in rows if row.links_rate == "measured" and not row.beside_tcp]
+    rates = [row for row in rows if row.bound_is == "links as measured"]
     rate = f"their set rate ({_cases(len(rates))}: measured)" if rates else "their set rate"
     links = f"the larger of computing alone and the links at {rate}"
     return f"{tcp} ({_cases(len(beside))}), else {links}" if beside else links

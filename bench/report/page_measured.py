@@ -73,14 +73,7 @@ def steps(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
         marks = {}
         first = members[0]
         if first.bound_s is not None:
-            by = (
-                "plain TCP"
-                if first.beside_tcp
-                else "links as measured"
-                if first.links_rate == "measured"
-                else ""
-            )
-            marks[f"bound ({by})" if by else "bound"] = first.bound_s
+            marks[f"bound ({first.bound_is})" if first.bound_is else "bound"] = first.bound_s
         drawing = bars(
             f"step time, {name}",
             {row.case.system: row.step_s for row in members},

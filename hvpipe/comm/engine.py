@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,7 +64,7 @@ class Engine:
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._recorded_steps = 0
         self._settings = settings
-        self._counted: dict[str, float] = {}  # by engines before this one, which lost ranks
+        self._counted: Counter[str] = Counter()  # by engines before this one, which lost ranks
         self._own_requests = 0
         self._requests_lock = threading.Lock()
         self._gpu_lock = threading.Lock()
@@ -423,9 +424,9 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Return totals since the start: bytes, messages, operations, seconds waited and `recorded`."""
-        found: dict[str, float] = {} if self.core is None else dict(self.core.counters())
-        for name, total in self._counted.items():
-            found[name] = found.get(name, 0) + total
+        totals = Counter(self._counted)
+        totals.update({} if self.core is None else self.core.counters())
+        found: dict[str, float] = dict(totals)
         found |= {f"{category}_s": seconds for category, seconds in self._recorded_s.items()}
         found["bytes_sent"] = found.get("network_bytes_sent", 0) + found.get("shared_memory_bytes", 0)
         return found
@@ -467,11 +468,10 @@ class Engine:
         """
         if self.core is not None:
             self.core.stop()
-        totals = {} if self.core is None else dict(self.core.counters())
+        totals = {} if self.core is None else self.core.counters()
         self.world, self._settings = world, settings
         self.core = world.make_engine(settings)
-        for name, total in totals.items():
-            self._counted[name] = self._counted.get(name, 0) + total
+        self._counted.update(totals)
         for number, arguments in enumerate(self._plans):
             self.core.add_plan(*(arguments or ("removed", 0, [], False)))
             if arguments is None:

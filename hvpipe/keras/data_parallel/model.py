@@ -82,8 +82,8 @@ _FLUSH_FIRST = (
 _SET = ("load_own_variables", "load_weights", "set_state_tree", "set_weights")
 
 # And those that another thread may call during `fit`: no step begins until they return.
-_STEP_S = 2.0  # the longest wait for a step to end
 _BETWEEN_STEPS = (*_SET, "get_state_tree", "get_weights", "save", "save_own_variables", "save_weights")
+_STEP_S = 2.0  # the longest that they wait for a step to end
 
 
 def data_parallel(
