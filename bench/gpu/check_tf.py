@@ -115,6 +115,7 @@ class Check:
             raise RuntimeError("TensorFlow sees no GPU: its messages say which library is missing")
         name = tf.config.experimental.get_device_details(gpus[0]).get("device_name", "unknown")
         self._rows.note("versions", f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {name}")
+        self._rows.note("XLA", os.environ.get("TF_XLA_FLAGS", "as compiled"))
         self._rows.note("gradients go", current().engine.use_device())
 
     def exact(self) -> None:
@@ -162,15 +163,24 @@ class Check:
         self._rows.verified("against plain Keras on the whole batch", [error], 2e-4)
 
     def step_time(self) -> None:
-        """Time steps of ResNet-50, all ranks at once."""
+        """Time steps of ResNet-50, all ranks at once.
+
+        TF_XLA_FLAGS=--tf_xla_auto_jit=2 gives XLA to several ranks.
+        """
         x = tf.random.normal((64, 96, 96, 3))
         y = tf.zeros((64,), tf.int32)
         data = tf.data.Dataset.from_tensors((x, y)).repeat()
-        for overlap in (None, "none", "backward", "step"):
+        for overlap, xla in (
+            (None, False),
+            ("none", False),
+            ("backward", False),
+            ("step", False),
+            (None, True),
+        ):
             keras.utils.set_random_seed(3)
             model = keras.applications.ResNet50(weights=None, input_shape=(96, 96, 3), classes=1000)
             loss = keras.losses.SparseCategoricalCrossentropy()
-            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
+            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=xla)
             if overlap is not None:
                 model = hk.data_parallel(model, overlap)
             times: list[float] = []
@@ -182,9 +192,8 @@ class Check:
             model.fit(data, steps_per_epoch=self._steps, verbose=0, callbacks=[note])
             steps = np.diff(times[self._steps // 4 :])
             middle = max(hvpipe.allgather_object(statistics.median(steps)))
-            self._rows.note(
-                f"ResNet-50, 64 images of 96 px, {overlap or 'alone'}", f"{middle * 1e3:.1f} ms a step"
-            )
+            how = (overlap or "alone") + ", jit_compile=True" * xla
+            self._rows.note(f"ResNet-50, 64 images of 96 px, {how}", f"{middle * 1e3:.1f} ms a step")
 
 
 def main() -> int:
