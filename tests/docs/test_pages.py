@@ -121,6 +121,12 @@ def test_lines_are_short(page: Path) -> None:
     assert not long, f"wanted: {LINE} characters at most. Received:\n" + "\n".join(long)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_row_of_a_table_is_one_line(page: Path) -> None:
+    wrapped = [line for line in page.read_text().splitlines() if "|---|" in line and re.search(r"[^|-]", line)]
+    assert not wrapped, f"{page.relative_to(ROOT)} has a table in a paragraph: {wrapped}"
+
+
 def test_readme_fits_one_screen_and_a_half() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
