@@ -123,7 +123,9 @@ def test_lines_are_short(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_a_row_of_a_table_is_one_line(page: Path) -> None:
-    wrapped = [line for line in page.read_text().splitlines() if "|---|" in line and re.search(r"[^|-]", line)]
+    wrapped = [
+        line for line in page.read_text().splitlines() if "|---|" in line and re.search(r"[^|-]", line)
+    ]
     assert not wrapped, f"{page.relative_to(ROOT)} has a table in a paragraph: {wrapped}"
 
 
