@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvpipe.atomic_file import atomic_file
+from hvpipe.errors import HvpipeError
 from hvpipe.trace.events import Clock, Trace
 from hvpipe.trace.run_report import Summary, summarise
 from hvpipe.trace.sample import Sample
@@ -53,10 +56,12 @@ def report_run(session: Session) -> Summary | None:
             "utilization": [run.utilization for run in runs],
             "utilization_notes": _unique_notes(runs),
         }
-        Trace(whole.events, metadata).write(settings.trace_path)
-        _warn_of_dropped_events(runs)
+        with _warned_of_errors("trace"):
+            Trace(whole.events, metadata).write(settings.trace_path)
+            _warn_of_dropped_events(runs)
     if settings.utilization_path:
-        _write_utilization(Path(settings.utilization_path), runs)
+        with _warned_of_errors("utilization"), atomic_file(settings.utilization_path) as file:
+            file.write(_utilization(Path(settings.utilization_path), runs).encode())
     # A note about missing GPUs matters only if the run has GPUs, or the user asked for utilization.
     if settings.utilization_path or any(run.utilization["gpu"] for run in runs):
         for note in _unique_notes(runs):
@@ -88,6 +93,15 @@ def _recorded(session: Session) -> _RankRun:
     )
 
 
+@contextlib.contextmanager
+def _warned_of_errors(what: str) -> Iterator[None]:
+    """Say that a file could not be written, and go on: the training is done, and must not count as failed."""
+    try:
+        yield
+    except (OSError, HvpipeError) as error:
+        print(f"hvpipe: the {what} is not written: {error}", file=sys.stderr, flush=True)
+
+
 def _warn_of_dropped_events(runs: list[_RankRun]) -> None:
     """Warn if the trace ends before the run. The counters in its metadata have the numbers of lost events."""
     dropped = [run.counters.get("events_dropped", 0) for run in runs]
@@ -111,11 +125,10 @@ def _unique_notes(runs: list[_RankRun]) -> list[str]:
     return [f"{note} ({count} of {len(runs)} ranks)" for note, count in ranks.items()]
 
 
-def _write_utilization(path: Path, runs: list[_RankRun]) -> None:
-    """Write one CSV row per sample, or one JSON list per rank if the name ends in .json."""
+def _utilization(path: Path, runs: list[_RankRun]) -> str:
+    """Return one CSV row per sample, or one JSON list per rank if the name ends in .json."""
     if path.suffix == ".json":
-        path.write_text(json.dumps([run.device_samples for run in runs]) + "\n")
-        return
+        return json.dumps([run.device_samples for run in runs]) + "\n"
     columns = [
         key
         for key in dict.fromkeys(key for run in runs for row in run.device_samples for key in row)
@@ -126,4 +139,4 @@ def _write_utilization(path: Path, runs: list[_RankRun]) -> None:
         for row in run.device_samples:
             values = ("" if row.get(key) is None else str(row[key]) for key in columns)
             lines.append(",".join([str(rank), *values]))
-    path.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"

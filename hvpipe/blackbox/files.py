@@ -17,7 +17,7 @@ _HEADER = struct.Struct("<8s3I3i6dQQQiI64s2048s")
 _EVENT = struct.Struct("<QdQI100s")
 _MAGIC, _VERSION = b"HVPFLGHT", 1
 _EVENTS_AT = 4096
-_MOST_EVENTS = 1_000_000
+_MOST_EVENTS = _MOST_RANKS = 1_000_000
 
 KINDS: Mapping[int, str] = MappingProxyType(
     {
@@ -100,6 +100,8 @@ def read_flight(path: Path) -> Flight:
             f"{path} should have version {_VERSION} of the format. Received: version {version}, "
             f"{events} events of {event_bytes} bytes"
         )
+    if not 0 <= rank < size <= _MOST_RANKS:
+        raise HvpipeError(f"{path} should be of a rank below the size. Received: rank {rank} of {size}")
     found = [_EVENT.unpack_from(data, at) for at in _places(len(data), events)]
     whole = sorted(event for event in found if event[0] > 0)
     times = [unix_s + _finite(event[1]) for event in whole]

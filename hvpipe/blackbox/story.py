@@ -59,13 +59,13 @@ def read_records(folder: Path) -> Records:
         raise HvpipeError(f"DIR should be the folder of a flight recorder. Received: no folder {folder}")
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
-        starts = sorted({path.parent for path in folder.glob(f"*/*{SUFFIX}")})
+        starts = {path.parent for path in folder.glob(f"*/*{SUFFIX}")}
         if not starts:
             raise HvpipeError(
                 f"DIR should have files of flight recorders (*{SUFFIX}). They are left by ranks that do not "
                 f"end properly. Received: none in {folder}"
             )
-        folder = starts[-1]
+        folder = max(starts, key=lambda start: (start.stat().st_mtime, start.name))
         files = sorted(folder.glob(f"*{SUFFIX}"))
     flights, problems = [], []
     for path in files:

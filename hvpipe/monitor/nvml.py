@@ -67,15 +67,17 @@ class Nvml:
         return device, device
 
     def _gpu(self, handle: Any) -> GpuInfo:
-        memory_bytes = None
-        with contextlib.suppress(self.library.NVMLError):
-            memory_bytes = int(self.library.nvmlDeviceGetMemoryInfo(handle).total)
         return GpuInfo(
             uuid=_text(self.library.nvmlDeviceGetUUID(handle)),
             name=_text(self.library.nvmlDeviceGetName(handle)),
-            memory_bytes=memory_bytes,
+            memory_bytes=self._memory_bytes(handle),
             instances=tuple(self._instances(handle)),
         )
+
+    def _memory_bytes(self, handle: Any) -> int | None:
+        with contextlib.suppress(self.library.NVMLError):
+            return int(self.library.nvmlDeviceGetMemoryInfo(handle).total)
+        return None
 
     def _instances(self, handle: Any) -> list[MigDevice]:
         nvml = self.library
@@ -94,6 +96,7 @@ class Nvml:
                         _text(nvml.nvmlDeviceGetUUID(device)),
                         int(nvml.nvmlDeviceGetGpuInstanceId(device)),
                         int(nvml.nvmlDeviceGetComputeInstanceId(device)),
+                        self._memory_bytes(device),
                     )
                 )
         return found

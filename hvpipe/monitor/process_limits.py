@@ -17,15 +17,18 @@ def usable_bytes(processes: int) -> int:
 
     This is an equal share of the host's memory, or of the smallest limit of the control groups around this
     process, or what `ulimit -v` or `-d` allows, whichever is less. Memory that the process has already taken,
-    such as Python and TensorFlow themselves, is subtracted.
+    such as Python and TensorFlow themselves, is subtracted. It is at most an equal share of what all
+    processes have left free.
 
     Args:
         processes: How many processes share the host and its limits.
     """
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     group_bytes = cgroup_limit_bytes(_read(_OWN_GROUPS), _CGROUPS)
-    taken = taken_bytes(_read(Path("/proc/self/status")))
+    taken = memory_figures(_read(Path("/proc/self/status")))
     left = [min(machine_bytes, group_bytes or machine_bytes) // processes - taken.get("VmRSS", 0)]
+    free = memory_figures(_read(Path("/proc/meminfo"))).get("MemAvailable")
+    left += [] if free is None else [free // processes]
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         soft_bytes = resource.getrlimit(limit)[0]
         if soft_bytes != resource.RLIM_INFINITY:
@@ -80,9 +83,9 @@ def _groups_around(groups: str, root: Path, controller: str) -> Iterator[tuple[i
                 yield (1 if controllers else 2), folder
 
 
-def taken_bytes(status: str) -> dict[str, int]:
-    """Return the memory figures of /proc/PID/status by name, in bytes."""
-    return {name: 1024 * int(kib) for name, kib in re.findall(r"^(Vm\w+):\s+(\d+) kB", status, re.MULTILINE)}
+def memory_figures(text: str) -> dict[str, int]:
+    """Return the figures of /proc/PID/status or /proc/meminfo by name, in bytes."""
+    return {name: 1024 * int(kib) for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
 
 
 def _read(path: Path) -> str:

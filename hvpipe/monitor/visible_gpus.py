@@ -13,6 +13,7 @@ class MigDevice:
     uuid: str
     gpu_instance: int
     compute_instance: int
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,13 @@ def uuid_of_rank(setting: str | None, local_rank: int, gpus: Sequence[GpuInfo]) 
     """
     uuids = visible_uuids(setting, gpus)
     return uuids[local_rank % len(uuids)] if uuids else None
+
+
+def memory_of(uuid: str | None, gpus: Sequence[GpuInfo]) -> int | None:
+    """Return the memory of a device in bytes; None if the driver does not tell it."""
+    sizes = {gpu.uuid: gpu.memory_bytes for gpu in gpus}
+    sizes |= {one.uuid: one.memory_bytes for gpu in gpus for one in gpu.instances}
+    return None if uuid is None else sizes.get(uuid)
 
 
 def _named(word: str, gpus: Sequence[GpuInfo]) -> str | None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group
 from hvpipe.plan.span_costs import Spans
@@ -46,6 +48,7 @@ class ChainCutter:
 
     def __init__(self, profile: Profile, spans: Spans, cluster: Cluster) -> None:
         self._profile, self._cluster, self._spans = profile, cluster, spans
+        self._least: dict[frozenset[str], float] = {}
         self._compute_of = {
             kind: [0.0, *accumulate(layer.compute_s for layer in profile.on(kind).layers)]
             for kind in {device.type for device in cluster.devices} | {""}
@@ -114,9 +117,9 @@ class ChainCutter:
     def _bisect(
         self, stages: Sequence[_Stage], in_flight: Sequence[int] | None, rule: str, recompute: bool
     ) -> tuple[int, ...] | None:
-        low = self._compute_s[-1] / sum(stage.speed for stage in stages)
-        if any(stage.kind for stage in stages):
-            low /= 8  # each device may get the layers that it is best at
+        low = self._least_s(frozenset(stage.kind for stage in stages)) / sum(stage.speed for stage in stages)
+        if not low and (free := self._fill(stages, in_flight, 0.0, rule, recompute)) is not None:
+            return free
         high, found = low * (1 + _PRECISION) or 1e-12, None
         for _ in range(_HALVINGS):
             found = self._fill(stages, in_flight, high, rule, recompute)
@@ -152,6 +155,13 @@ class ChainCutter:
             found = _Stage(*facts, number, sending)
             self._stages[group, following] = found
         return found
+
+    def _least_s(self, kinds: frozenset[str]) -> float:
+        """Return the seconds of all layers, each on the kind of device that it is fastest on."""
+        if kinds not in self._least:
+            times_s = np.diff([self._compute_of[kind] for kind in kinds])
+            self._least[kinds] = float(times_s.min(axis=0).sum())
+        return self._least[kinds]
 
     def _fill(
         self,

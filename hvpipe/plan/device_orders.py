@@ -200,11 +200,18 @@ def _linked_alike(cluster: Cluster, share: float) -> dict[str, str]:
 
 def _arrangements(counts: Sequence[int], length: int) -> Iterator[Order]:
     """Yield all sequences of `length` kinds in which no kind occurs more often than its count."""
-    if length == 0:
-        yield ()
-        return
-    for kind, count in enumerate(counts):
-        if count:
-            fewer = [*counts[:kind], count - 1, *counts[kind + 1 :]]
-            for rest in _arrangements(fewer, length - 1):
-                yield (kind, *rest)
+    left, chosen, first = list(counts), list[int](), 0
+    while True:
+        if len(chosen) == length:
+            yield tuple(chosen)
+        else:
+            kind = next((kind for kind in range(first, len(left)) if left[kind]), None)
+            if kind is not None:
+                left[kind] -= 1
+                chosen.append(kind)
+                first = 0
+                continue
+        if not chosen:
+            return
+        first = chosen.pop() + 1
+        left[first - 1] += 1

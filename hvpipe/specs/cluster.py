@@ -297,8 +297,21 @@ class Cluster:
     @cached_property
     def common_link(self) -> Link | None:
         """The link between any two devices if all pairs have the same; else None."""
-        found = {self.link(a.name, b.name) for a, b in combinations(self.devices, 2)}
-        return found.pop() if len(found) == 1 else None if found else Link()
+        pairs = combinations(self.devices if self.measured else self._unlike_devices(), 2)
+        links = (self.link(one.name, other.name) for one, other in pairs)
+        first = next(links, Link())
+        return first if all(link == first for link in links) else None
+
+    def _unlike_devices(self) -> list[Device]:
+        """Return two devices of each host, of the first two hosts of each kind; links of others are equal."""
+        alike = Counter[tuple[Link, Link, str, bool]]()
+        found: list[Device] = []
+        for host in self.hosts:
+            kind = (host.link, host.inner, host.rack, len(host.devices) > 1)
+            alike[kind] += 1
+            if alike[kind] <= 2:
+                found += host.devices[:2]
+        return found
 
     @cached_property
     def fingerprint(self) -> str:
@@ -357,7 +370,8 @@ class Cluster:
         with table.named_in_errors():
             rows = table.tables("rack") if table.has("rack") else []
             racks = [rack for row in rows for rack in _racks(row)]
-            hosts = [host for row in table.tables("host") for host in _hosts(row, racks)]
+            counted = {row.name("name"): _racks(row) for row in rows if row.has("count")}
+            hosts = [host for row in table.tables("host") for host in _hosts(row, counted)]
             if any(row.has("count") for row in rows):  # the hosts of a rack side by side
                 number = {rack.name: number for number, rack in enumerate(racks)}
                 hosts.sort(key=lambda host: number.get(host.rack, -1))
@@ -411,21 +425,14 @@ def equal_cluster(
     return Cluster(tuple(hosts))
 
 
-def _hosts(row: Table, racks: Sequence[Rack]) -> list[Host]:
+def _hosts(row: Table, counted: Mapping[str, Sequence[Rack]]) -> list[Host]:
     """Return the host of a row, or `count` hosts like it; in each of its racks, if these have a count."""
     host = _host(row)
-    numbers = [rack.name.removeprefix(f"{host.rack}-") for rack in racks if _base(rack.name) == host.rack]
-    each = [host]
-    if numbers and host.rack not in (rack.name for rack in racks):
-        each = [replace(_numbered(host, number), rack=f"{host.rack}-{number}") for number in numbers]
+    each = [
+        replace(_numbered(host, str(i)), rack=rack.name) for i, rack in enumerate(counted.get(host.rack, ()))
+    ] or [host]
     count = _count(row, len(each))
     return each if count is None else [_numbered(one, str(i)) for one in each for i in range(count)]
-
-
-def _base(name: str) -> str:
-    """Return the name without a number at its end."""
-    base, _, number = name.rpartition("-")
-    return base if number.isdigit() else name
 
 
 def _count(row: Table, times: int = 1) -> int | None:

@@ -225,9 +225,11 @@ class Profile:
             return self
         layers = []
         for layer in self.layers:
-            forward_s, backward_s = layer.time_s.get(device_type, (layer.forward_s, layer.backward_s))
-            fixed_forward_s = min(forward_s, layer.fixed_forward_s)
-            fixed_backward_s = min(backward_s, layer.fixed_backward_s)
+            if device_type not in layer.time_s:
+                layers.append(layer)
+                continue
+            forward_s, backward_s = layer.time_s[device_type]
+            fixed_forward_s, fixed_backward_s = layer.fixed_s(device_type)
             layers.append(
                 replace(
                     layer,

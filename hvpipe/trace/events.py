@@ -8,8 +8,10 @@ import json
 import math
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +124,21 @@ class Trace:
 
     def ranks(self) -> list[int]:
         """Return the ranks that have events, sorted."""
-        return sorted({event.rank for event in self.events})
+        return sorted({rank for _, rank in self._groups})
 
     def of(self, category: str, rank: int | None = None) -> list[Event]:
         """Return the events of one category, on one rank or on all."""
-        return [e for e in self.events if e.category == category and rank in (None, e.rank)]
+        if rank is None:
+            return [event for event in self.events if event.category == category]
+        return list(self._groups.get((category, rank), ()))
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, int], list[Event]]:
+        """The events by category and rank. A trace of many ranks is too long to be searched for each."""
+        found: dict[tuple[str, int], list[Event]] = defaultdict(list)
+        for event in self.events:
+            found[event.category, event.rank].append(event)
+        return dict(found)
 
     def to_chrome_json(self) -> dict[str, Any]:
         """Return a JSON object in the Chrome trace event format: a process per rank, a thread per lane."""

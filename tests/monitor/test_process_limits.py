@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hvpipe.monitor.process_limits import cgroup_cores, cgroup_limit_bytes, taken_bytes, usable_bytes
+import pytest
+
+from hvpipe.monitor import process_limits
+from hvpipe.monitor.process_limits import cgroup_cores, cgroup_limit_bytes, memory_figures, usable_bytes
 
 UNLIMITED = "9223372036854771712"  # the value of version 1 without a limit
 
@@ -65,14 +68,17 @@ def test_cpu_limits_of_version_1(tmp_path: Path) -> None:
 
 def test_figures_of_a_process() -> None:
     status = "Name:\tpython\nVmSize:\t  3892 kB\nVmRSS:\t    10 kB\nThreads:\t1\n"
-    assert taken_bytes(status) == {"VmSize": 3892 * 1024, "VmRSS": 10240}
+    assert memory_figures(status) == {"VmSize": 3892 * 1024, "VmRSS": 10240}
 
 
-def test_ranks_of_a_host_share_its_memory() -> None:
-    """Both readings include the memory already in use (about 100 MB here)."""
-    one, two = usable_bytes(1), usable_bytes(2)
-    assert 0 < two < one
-    assert abs(one - 2 * two - taken_bytes(Path("/proc/self/status").read_text())["VmRSS"]) < 1e7
+def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < usable_bytes(2) < usable_bytes(1)
+    texts = {"/proc/self/status": "VmRSS:\t 100 kB\n", "/proc/meminfo": "MemAvailable:  6000 kB\n"}
+    monkeypatch.setattr(process_limits, "_read", lambda path: texts.get(str(path), ""))
+    monkeypatch.setattr("os.sysconf", lambda name: 1024 if name == "SC_PAGE_SIZE" else 8000)
+    assert usable_bytes(1) == 6000 * 1024, "other processes have the rest"
+    texts["/proc/meminfo"] = "MemAvailable:  7990 kB\n"
+    assert usable_bytes(2) == (4000 - 100) * 1024, "what this process has taken is a part of its share"
 
 
 def test_ulimit_applies_to_each_process() -> None:

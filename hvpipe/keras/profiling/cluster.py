@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -9,10 +10,13 @@ import tensorflow as tf
 from hvpipe.comm.link_probe import measure_links
 from hvpipe.monitor.nvml import list_gpus
 from hvpipe.monitor.process_limits import usable_bytes
-from hvpipe.session import current
+from hvpipe.monitor.visible_gpus import memory_of, uuid_of_rank
+from hvpipe.session import Session, current
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.cluster_fit import RankFacts, measured_cluster
 from hvpipe.specs.profile import Profile
+
+logger = logging.getLogger("hvpipe")
 
 
 def measure_cluster(profile: Profile) -> Cluster:
@@ -21,7 +25,7 @@ def measure_cluster(profile: Profile) -> Cluster:
     Devices are named HOST:LOCAL_RANK. The total times of the profiles give their speeds; rank 0 has speed 1.
     A device's memory is the bytes that its process may still take: the memory of the host or its control
     group, shared equally among the host's ranks, or the limit of `ulimit`. If TensorFlow uses a GPU, it is
-    that GPU's memory. Links are measured while all ranks compute.
+    that GPU's memory, shared equally among its ranks. Links are measured while all ranks compute.
 
     Args:
         profile: The profile that `measure` returned on this rank. All ranks measure the same model and batch.
@@ -46,7 +50,7 @@ def measure_cluster(profile: Profile) -> Cluster:
     world = session.world
     # A slow device measures for minutes longer than a fast one: that is no stall.
     session.agree_patiently("measure_cluster (a rank may still measure)")
-    mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(world.local_size))
+    mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(session))
     ranks = session.engine.allgather_object(mine)
     return measured_cluster(ranks, measure_links(session.engine, computing=_computing()))
 
@@ -64,11 +68,20 @@ def _computing() -> Callable[[], object]:
     return lambda: compute(values).numpy()
 
 
-def _memory_bytes(ranks_here: int) -> int:
-    """Return the memory of this rank's device; `ranks_here` ranks share the host."""
-    seen = list_gpus() if tf.config.list_logical_devices("GPU") else []
-    gpus = [gpu.memory_bytes for gpu in seen if gpu.memory_bytes is not None]
-    if not gpus:
-        return usable_bytes(ranks_here)
-    # The rank's GPU is unknown here, so take the smallest GPU, shared evenly.
-    return min(gpus) // -(-ranks_here // len(gpus))
+def _memory_bytes(session: Session) -> int | None:
+    """Return this rank's share of its device's memory, or None if the driver does not tell it; collective."""
+    world, gpus = session.world, list_gpus()
+    on_gpu = bool(tf.config.list_logical_devices("GPU"))
+    uuid = uuid_of_rank(session.settings.visible_gpus, world.local_rank, gpus) if on_gpu else None
+    sharing = session.engine.allgather_object((world.host, uuid)).count((world.host, uuid))
+    if not on_gpu:
+        return usable_bytes(world.local_size)
+    whole_bytes = memory_of(uuid, gpus)
+    if whole_bytes is None:
+        logger.warning(
+            "hvpipe: the memory of rank %d's GPU is unknown, so the cluster has no limit for it: install "
+            "nvidia-ml-py (pip install 'hvpipe[gpu]'), or write memory_bytes into the file.",
+            world.rank,
+        )
+        return None
+    return whole_bytes // sharing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -14,8 +15,10 @@ import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.graph.layer_graph import layer_graph
+from hvpipe.keras.profiling import cluster as cluster_module
 from hvpipe.keras.profiling.estimate import estimate
 from hvpipe.keras.profiling.model_loader import load_model_and_batch, random_batch
+from hvpipe.monitor.visible_gpus import GpuInfo, MigDevice
 from hvpipe.plan.greedy import partition
 from hvpipe.session import current
 from hvpipe.specs.profile import Profile
@@ -77,6 +80,31 @@ def test_a_measured_cluster_has_all_ranks_and_can_be_planned() -> None:
     theirs = hvpipe.broadcast_object(profile)
     plan = partition(theirs, cluster, stages=min(2, hvpipe.size()))
     plan.check(theirs, cluster)
+
+
+def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Ranks 0 and 2 share GPU 1, whose memory differs from the others'; rank 1 has a slice of GPU 0."""
+    gpus = [
+        GpuInfo("GPU-a", "made up", 8000, (MigDevice("MIG-a", 1, 0, 3000),)),
+        GpuInfo("GPU-b", "made up", 6000),
+        GpuInfo("GPU-c", "made up", 99),
+    ]
+    monkeypatch.setattr("hvpipe.keras.profiling.cluster.list_gpus", lambda: gpus)
+    monkeypatch.setattr("tensorflow.config.list_logical_devices", lambda kind: ["made up"])
+    everyone = [("host", "GPU-b"), ("host", "MIG-a"), ("host", "GPU-b"), ("other", "GPU-b")]
+
+    def memory_of_rank(local_rank: int) -> int | None:
+        world = SimpleNamespace(host="host", local_rank=local_rank, rank=local_rank, local_size=3)
+        engine = SimpleNamespace(allgather_object=lambda mine: everyone)
+        session = SimpleNamespace(
+            world=world, engine=engine, settings=SimpleNamespace(visible_gpus="GPU-b,MIG-a")
+        )
+        return cluster_module._memory_bytes(session)
+
+    assert [memory_of_rank(rank) for rank in range(3)] == [3000, 3000, 3000]
+    gpus.clear()
+    assert memory_of_rank(1) is None
+    assert "memory of rank 1's GPU is unknown" in caplog.text
 
 
 def own_profile() -> Profile:

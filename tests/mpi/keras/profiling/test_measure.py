@@ -249,6 +249,16 @@ def test_tensors_for_different_users_and_without_gradients() -> None:
     assert lstm.tensors == (OutputTensor(240, ("of_sequence",)), OutputTensor(48, ("of_state",)))
 
 
+def test_an_estimate_counts_what_frozen_layers_compute() -> None:
+    """Regression: a plan gave nearly all frozen layers to one rank, as if they cost nothing."""
+    first, middle, last = (keras.layers.Dense(64, name=name) for name in ("first", "middle", "last"))
+    first.trainable = last.trainable = False
+    x = keras.Input((64,))
+    layers = estimate(layer_graph(keras.Model(x, last(middle(first(x))))), 8).layers
+    assert len({layer.forward_s for layer in layers}) == 1
+    assert [layer.backward_s / layer.forward_s for layer in layers] == [0, 2, 1]
+
+
 def test_masks_are_part_of_the_output() -> None:
     x = keras.Input((5,), dtype="int32")
     h = keras.layers.Embedding(7, 3, mask_zero=True, name="embed")(x)
