@@ -150,7 +150,9 @@ void SocketMesh::Poll() {
   for (int peer = 0; peer < size(); ++peer) {
     const Connection& connection = At(peer);
     const Incoming& in = connection.incoming;
-    const bool expected = in.arrival == nullptr ? in.ticket != kNoTicket : in.arrival->receive.has_value();
+    const bool expected = in.arrival == nullptr
+                              ? in.ticket != kNoTicket
+                              : in.arrival->receive && in.arrival->receive->ticket != kNoTicket;
     const bool needed = expected || !connection.posted.empty() || !connection.outgoing.empty() ||
                         !connection.unconfirmed.empty();
     if (needed) CheckConnected(peer);
@@ -333,12 +335,24 @@ void SocketMesh::Write(Connection& connection) {
   }
 }
 
-// What nobody waits for is dropped: texts and confirmations.
 void SocketMesh::Lose(Connection& connection, const std::string& why) {
   connection.ended = why;
   epoll_ctl(poller_, EPOLL_CTL_DEL, connection.socket, nullptr);
-  auto& outgoing = connection.outgoing;
-  outgoing.remove_if([](const Outgoing& one) { return one.ticket == kNoTicket; });
+  DropUnawaited(connection);
+}
+
+// Of a connection that has ended: texts, confirmations, and what was cancelled.
+void SocketMesh::DropUnawaited(Connection& connection) {
+  connection.outgoing.remove_if([](const Outgoing& one) { return one.ticket == kNoTicket; });
+  const auto drop = [](auto& queues, const auto& unawaited) {
+    for (auto at = queues.begin(); at != queues.end();) {
+      auto& queue = at->second;
+      queue.erase(std::remove_if(queue.begin(), queue.end(), unawaited), queue.end());
+      at = queue.empty() ? queues.erase(at) : std::next(at);
+    }
+  };
+  drop(connection.posted, [](const Posted& posted) { return posted.ticket == kNoTicket; });
+  drop(connection.unconfirmed, [](Ticket ticket) { return ticket == kNoTicket; });
 }
 
 // A message that is partly read goes to memory of its own, one that is partly written gets a copy.
@@ -370,6 +384,7 @@ void SocketMesh::Cancel(Ticket ticket) {
     }
     for (auto& [key, sent] : connection.unconfirmed)
       std::replace(sent.begin(), sent.end(), ticket, kNoTicket);
+    if (!connection.ended.empty()) DropUnawaited(connection);
   }
 }
 

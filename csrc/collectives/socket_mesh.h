@@ -139,6 +139,7 @@ class SocketMesh {
   void Write(Connection& connection);
   void End(Ticket ticket);
   void Lose(Connection& connection, const std::string& why);
+  static void DropUnawaited(Connection& connection);
   std::optional<TextMessage> TakeTextLocked(int peer, Channel channel, std::optional<int> kind);
 
   std::mutex mutex_;

@@ -16,7 +16,7 @@ std::shared_ptr<Operation> BlockingCalls::MakeOperation(const std::string& what)
   return operation;
 }
 
-int BlockingCalls::NextTag() { return kFirstCallTag + calls_++ % kCallTags; }
+int BlockingCalls::NextTag() { return kFirstCallTag + static_cast<int>(calls_++ % kCallTags); }
 
 // On one host an all-reduce needs no check of its own: the slots of the window hold the same information.
 void BlockingCalls::CheckSameCall(const std::string& what, const Interrupt& interrupt) {

@@ -69,7 +69,7 @@ class BlockingCalls {
   Agreement& agreement_;
   AllReduceRoute& route_;
   Turns turns_;
-  std::atomic<int> calls_{0};
+  std::atomic<unsigned> calls_{0};  // may wrap round
 };
 
 }  // namespace hvpipe

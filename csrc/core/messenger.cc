@@ -109,7 +109,7 @@ void Messenger::WaitForRanks(const std::vector<int>& ranks, const Interrupt& int
 
 void Messenger::GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
                                Done done) {
-  int call = 0;
+  unsigned call = 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (group < 0 || static_cast<std::size_t>(group) >= group_calls_.size()) {

@@ -60,7 +60,7 @@ class Messenger {
   Network& network_;
   const std::shared_ptr<std::atomic<int>> awaited_ = std::make_shared<std::atomic<int>>(0);
   mutable std::mutex mutex_;
-  std::vector<int> group_calls_;                             // by group
+  std::vector<unsigned> group_calls_;                        // by group; may wrap round
   std::map<std::tuple<bool, int, int>, OrderQueue> orders_;  // by direction (sent), peer and tag
 };
 

@@ -70,9 +70,9 @@ Transport& Network::TransportOf(int group) const {
   return *groups_.at(static_cast<std::size_t>(group));
 }
 
-std::unique_ptr<Collective> Network::MakeGroupAllReduce(int group, int call, void* data, std::size_t count,
-                                                        DType dtype) {
-  return MakeRing(TransportOf(group), data, count, dtype, call % kCallTags);
+std::unique_ptr<Collective> Network::MakeGroupAllReduce(int group, unsigned call, void* data,
+                                                        std::size_t count, DType dtype) {
+  return MakeRing(TransportOf(group), data, count, dtype, static_cast<int>(call % kCallTags));
 }
 
 void Network::BeginPass(double now_s) {

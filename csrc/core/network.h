@@ -78,7 +78,7 @@ class Network {
   int AddGroup(const std::vector<int>& ranks);
   Transport& TransportOf(int group) const;
   // In place. `call` is the number of this all-reduce in the group, the same on all its ranks.
-  std::unique_ptr<Collective> MakeGroupAllReduce(int group, int call, void* data, std::size_t count,
+  std::unique_ptr<Collective> MakeGroupAllReduce(int group, unsigned call, void* data, std::size_t count,
                                                  DType dtype);
 
   // For the watchdog.

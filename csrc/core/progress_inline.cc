@@ -143,10 +143,20 @@ void Progress::Drive(const Operation& operation, const Outcome& outcome, std::un
   LeaveInline(work_remains);
   if (interrupted) {
     // No message tells the peers that this operation will not come, so later operations would not match.
-    if (!outcome.ended) Fail(Error("Interrupted during: " + operation.what, ErrorKind::kUsage));
+    if (!outcome.ended) Fail(CauseOf(interrupted, operation.what));
     std::rethrow_exception(interrupted);
   }
   if (outcome.error) throw *outcome.error;
+}
+
+Error Progress::CauseOf(const std::exception_ptr& interrupted, const std::string& what) {
+  try {
+    std::rethrow_exception(interrupted);
+  } catch (const Error& error) {
+    return error;
+  } catch (...) {  // such as Ctrl-C
+    return Error("Interrupted during: " + what, ErrorKind::kUsage);
+  }
 }
 
 void Progress::EnterInline() {

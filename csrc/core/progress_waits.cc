@@ -32,7 +32,8 @@ void Progress::CheckDeadline(const Operation& operation, double waited_s) const 
 std::optional<Stall> Progress::StallOf(double now) const {
   std::optional<Stall> patient;
   for (const auto& operation : active_) {
-    if (operation->ended_ || Blocked(*operation)) continue;
+    const bool has_stage = operation->current_ < operation->stages.size();
+    if (operation->ended_ || !has_stage || Blocked(*operation)) continue;
     const Collective* const collective = operation->stages[operation->current_].collective.get();
     const double waited_s = now - std::max(moved_s_, operation->moved_s_);
     Stall stall{operation->what, collective == nullptr ? "its turn" : collective->Waiting(), waited_s,

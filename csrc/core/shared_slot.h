@@ -10,9 +10,10 @@ namespace hvpipe {
 template <typename T>
 class SharedSlot {
  public:
+  // The object before it may end here, which can take long: not under the lock.
   void Set(std::shared_ptr<T> object) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    object_ = std::move(object);
+    object_.swap(object);
   }
 
   std::shared_ptr<T> Get() const {

@@ -57,7 +57,7 @@ void DeviceCalls::Broadcast(void* data, std::size_t bytes, int root, const std::
   void* const host = device.staging.AtLeast(bytes);
   const auto copy = [&](const DeviceReducer::Enqueue& enqueue) {
     RunOn(device, what, interrupt, [&](DeviceReducer& reducer, Operation& operation) {
-      reducer.AddCopy(operation, begun, ended, enqueue);
+      reducer.AddCopy(operation, device.stream.get(), begun, ended, enqueue);
     });
   };
   if (is_root) copy([&](Device::Stream on) { device.device->CopyToHost(host, data, bytes, on); });

@@ -18,13 +18,14 @@ void DeviceReducer::AddNcclLaunch(Operation& operation, Device::Event begun, Enq
   auto called = std::make_shared<bool>(false);
   const auto launch = [=] {
     const Device::Stream stream = device->stream.get();
-    if (!*called) {
+    if (!std::exchange(*called, true)) {
       const CurrentDevice current(*device->device);
       device->device->Wait(stream, begun);
       call(stream);
-      *called = true;
+      if (!device->ranks->ReadySoon()) return false;
+    } else if (!device->ranks->Ready()) {
+      return false;
     }
-    if (!device->ranks->Ready()) return false;  // NCCL may still be launching in a thread of its own
     after(stream);
     return true;
   };
@@ -42,12 +43,13 @@ void DeviceReducer::AddNccl(Operation& operation, Device::Event begun, Device::E
   AddArrival(operation, *device_.device, device_.ranks.get(), ended);
 }
 
-void DeviceReducer::AddCopy(Operation& operation, Device::Event begun, Device::Event ended, Enqueue copy) {
-  RankDevice* const device = &device_;
+void DeviceReducer::AddCopy(Operation& operation, Device::Stream stream, Device::Event begun,
+                            Device::Event ended, Enqueue copy) {
+  Device* const device = device_.device.get();
   const auto launch = [=] {
-    device->device->Wait(device->stream.get(), begun);
-    copy(device->stream.get());
-    device->device->Record(ended, device->stream.get());
+    device->Wait(stream, begun);
+    copy(stream);
+    device->Record(ended, stream);
     return true;
   };
   operation.AddStage([=](const Operation&) { return std::make_unique<DeviceLaunch>(launch); });
@@ -64,11 +66,12 @@ void DeviceReducer::AddAllReduce(Operation& operation, const DeviceReduce& reduc
     return;
   }
   const std::size_t bytes = reduce.count * SizeOf(reduce.dtype);
-  AddCopy(operation, reduce.begun, reduce.ended,
+  // Two streams: the next bucket's copy to the host waits until the bucket is packed.
+  AddCopy(operation, device->stream.get(), reduce.begun, reduce.ended,
           [=](Device::Stream stream) { device->device->CopyToHost(reduce.host, reduce.in, bytes, stream); });
   const ReduceBuffers buffers{reduce.host, reduce.host, reduce.count};
   route_.AddStages(operation, std::make_shared<const ReduceBuffers>(buffers), reduce.dtype, 1.0, reduce.tag);
-  AddCopy(operation, reduce.begun, reduce.ended, [=](Device::Stream stream) {
+  AddCopy(operation, device->upload_stream.get(), reduce.begun, reduce.ended, [=](Device::Stream stream) {
     device->device->CopyFromHost(reduce.out, reduce.host, bytes, stream);
   });
 }

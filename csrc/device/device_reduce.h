@@ -63,7 +63,8 @@ class DeviceReducer {
   void AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call,
                Enqueue after = nullptr);
   // Add stages that run `copy`.
-  void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, Enqueue copy);
+  void AddCopy(Operation& operation, Device::Stream stream, Device::Event begun, Device::Event ended,
+               Enqueue copy);
 
  private:
   // What NCCL scatters to this rank: its address, and the number of elements, equal on all ranks.

@@ -159,6 +159,15 @@ bool NcclCommunicator::Ready() {
   return state == nccl::kSuccess;
 }
 
+bool NcclCommunicator::ReadySoon() {
+  constexpr double kPatienceS = 50e-6;
+  const double end_s = Now() + kPatienceS;
+  while (!Ready()) {
+    if (Now() > end_s) return false;
+  }
+  return true;
+}
+
 void NcclCommunicator::WaitUntilReady(double timeout_s, const std::string& what,
                                       const std::function<void()>& interrupt) {
   WaitUntil([] { return true; }, timeout_s, what, interrupt);

@@ -120,6 +120,8 @@ class NcclCommunicator {
   int size() const { return size_; }
   // Whether NCCL has finished its background work. Aborts and throws on an asynchronous error.
   bool Ready();
+  // The same, but gives NCCL some microseconds: it hands most calls over in a thread of its own.
+  bool ReadySoon();
   // Wait until ready. Aborts and throws after `timeout_s` seconds. `interrupt` may throw.
   void WaitUntilReady(double timeout_s, const std::string& what, const std::function<void()>& interrupt);
   // The same, and until `done`.

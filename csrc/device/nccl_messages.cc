@@ -57,7 +57,7 @@ bool LaunchMessage(RankDevice& device, PeerChannel& channel, DeviceMessage& mess
   const Device::Stream stream = device.message_stream.get();
   if (!std::exchange(message.called, true)) {
     if (message.bytes > 0) message.call(*channel.ranks, 1 - place, stream);
-    if (!channel.ranks->Ready()) return false;
+    if (!channel.ranks->ReadySoon()) return false;
   }
   device.device->Record(message.ended.get(), stream);
   ++channel.launched;

@@ -158,8 +158,8 @@ void BindMessages(nb::module_& module, EngineClass& engine) {
             return self.messenger().AddGroup(ranks, CheckSignals);
           },
           nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>())
-      .def("group_all_reduce", &GroupAllReduce, nb::arg("group"), nb::arg("array"), nb::arg("dtype"),
-           nb::arg("what"));
+      .def("group_all_reduce", &GroupAllReduce, nb::arg("group"), nb::arg("array").noconvert(),
+           nb::arg("dtype"), nb::arg("what"));
 }
 
 }  // namespace hvpipe::python

@@ -13,22 +13,21 @@ namespace hvpipe {
 // When an op of a step fails, TensorFlow cancels the others and waits for them. Without this, an op that
 // waits for another rank would keep the error back until the time limit.
 //
-// Whoever takes the ending ends the op. The op's context lives until then, so the engine must take the ending
-// before it touches the context.
-class Ending {
+// Whoever takes the ending ends the op. The op and its context live until then: after MayBeCancelled, take
+// the ending before you touch them.
+class Ending : public std::enable_shared_from_this<Ending> {
  public:
-  static std::shared_ptr<Ending> Of(tensorflow::OpKernelContext* context,
-                                    tensorflow::AsyncOpKernel::DoneCallback done) {
-    const auto ending = std::make_shared<Ending>(context, std::move(done));
-    auto* const cancellation = context->cancellation_manager();
-    if (cancellation == nullptr) return ending;
-    ending->token_ = cancellation->get_cancellation_token();
-    ending->cancellation_ = cancellation;
-    const auto cancel = [ending] {
+  // From now on a cancellation may end the op. Returns false if it has done so already.
+  bool MayBeCancelled() {
+    auto* const cancellation = context_->cancellation_manager();
+    if (cancellation == nullptr) return true;
+    token_ = cancellation->get_cancellation_token();
+    cancellation_ = cancellation;
+    const auto cancel = [ending = shared_from_this()] {
       if (ending->Take()) ending->Finish(Cancelled());  // must not call the manager
     };
-    if (!cancellation->RegisterCallback(ending->token_, cancel)) cancel();
-    return ending;
+    if (!cancellation->RegisterCallback(token_, cancel)) cancel();
+    return !taken_;
   }
 
   Ending(tensorflow::OpKernelContext* context, tensorflow::AsyncOpKernel::DoneCallback done)
@@ -36,9 +35,6 @@ class Ending {
 
   // True for the first caller, who then ends the op. False: the op has ended, and its context may be gone.
   bool Take() { return !taken_.exchange(true); }
-
-  // True once the op has ended or is about to.
-  bool taken() const { return taken_; }
 
   // Only after Take.
   void End(const absl::Status& status) {

@@ -103,8 +103,7 @@ class NamedOp : public tf::AsyncOpKernel {
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
-    const auto ending = Ending::Of(context, std::move(done));
-    if (ending->taken()) return;
+    const auto ending = std::make_shared<Ending>(context, std::move(done));
     try {
       Start(context, ending);
     } catch (const std::exception& error) {  // one that leaves a kernel would end the process
@@ -165,7 +164,7 @@ class NamedOp : public tf::AsyncOpKernel {
         end();
       }
     };
-    calls->Submit(std::move(call));
+    if (ending->MayBeCancelled()) calls->Submit(std::move(call));
   }
 
   std::string name_;

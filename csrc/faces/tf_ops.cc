@@ -103,16 +103,17 @@ class BeginStepOp : public tf::AsyncOpKernel {
   bool IsExpensive() override { return false; }  // as SubmitOp
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
-    const auto ending = Ending::Of(context, std::move(done));
-    if (ending->taken()) return;
+    const auto ending = std::make_shared<Ending>(context, std::move(done));
     try {
       const auto engine = EngineOrThrow();
       const double samples = context->input(0).scalar<double>()();
       const std::int64_t step = context->input(1).scalar<std::int64_t>()() + 1;
       const bool reduces = context->input(2).scalar<bool>()();
       if (engine->log().enabled()) engine->log().Add("mark", "step", Now(), Now());
+      const int plan = plan_;
+      if (!ending->MayBeCancelled()) return;
       engine->buckets().BeginStep(
-          plan_, step, samples, reduces,
+          plan, step, samples, reduces,
           [context, ending](const Error* error, double scale, double /*total*/) {
             if (ending->Take()) ending->End(error != nullptr ? ToStatus(*error) : SetScale(context, scale));
           });
@@ -310,20 +311,23 @@ class CollectOp : public tf::AsyncOpKernel {
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
-    const auto ending = Ending::Of(context, std::move(done));
+    const auto ending = std::make_shared<Ending>(context, std::move(done));
+    const int plan = plan_, bucket = bucket_;
+    const bool on_stream = on_stream_;
+    (void)ending->MayBeCancelled();  // even then the sum is collected: the next step needs the bucket
     try {
       const auto engine = EngineOrThrow();
       engine->buckets().Collect(
-          plan_, bucket_,
+          plan, bucket,
           // Copies, because a cancelled op may be gone before the sum is complete.
-          [this, plan = plan_, bucket = bucket_, engine, context, ending](const Error* error) {
+          [this, plan, bucket, engine, context, ending](const Error* error) {
             if (ending->Take()) {
               Finish(engine, context, error, ending);
             } else if (error == nullptr) {
               engine->buckets().Discard(plan, bucket);
             }
           },
-          on_stream_);
+          on_stream);
     } catch (const std::exception& error) {
       if (ending->Take()) ending->End(ToStatus(error));
     }

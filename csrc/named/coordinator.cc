@@ -48,20 +48,25 @@ std::vector<Coordinator::Outgoing> Coordinator::OnRequest(int rank, Request requ
     FailWhatNeeds(rank, out);
     return out;
   }
-  if (request.kind == Kind::kJoin) {
-    joined_.insert(rank);
-    last_joined_ = rank;
-  }
+  const bool joins = request.kind == Kind::kJoin;
   const Key key{request.set, request.name};
   Pending& pending = pending_[key];
   if (pending.requests.empty()) pending.since_s = now_s;
   pending.requests.emplace(rank, std::move(request));
+  if (sets_.count(key.first) == 0) {
+    FailRemoved(key.first, out);
+    return out;
+  }
   for (const int member : MembersOf(key.first)) {
     if (left_.count(member) == 0) continue;
     const Pending failed = std::move(pending);
     pending_.erase(key);
     Fail(key, failed, Problem::kPeer, Missing(key, failed), out);
     return out;
+  }
+  if (joins) {
+    joined_.insert(rank);
+    last_joined_ = rank;
   }
   if (joined_.empty()) {
     if (Complete(key, pending)) Finish(key, pending, out);
@@ -82,13 +87,12 @@ bool Coordinator::Complete(const Key& key, const Pending& pending) const {
 // A rank that joins may complete any call.
 void Coordinator::FinishWhatIsComplete(std::vector<Outgoing>& out) {
   for (auto at = pending_.begin(); at != pending_.end();) {
-    const auto next = std::next(at);
+    const Key key = at->first;
     // The end of the join comes last: until then joined ranks still take part.
-    if (at->second.requests.begin()->second.kind != Kind::kJoin && Complete(at->first, at->second)) {
-      const Key key = at->first;
+    if (at->second.requests.begin()->second.kind != Kind::kJoin && Complete(key, at->second)) {
       Finish(key, at->second, out);
     }
-    at = next;
+    at = pending_.upper_bound(key);  // the removal of a process set ends other calls
   }
   if (static_cast<int>(joined_.size()) < ranks_) return;
   for (auto at = pending_.begin(); at != pending_.end(); ++at) {
@@ -188,6 +192,7 @@ void Coordinator::Answer(const Key& key, const Pending& pending, std::vector<Out
   if (first.kind == Kind::kRemoveSet) {
     response.number = first.root;
     if (sets_.erase(first.root) == 0) response.number = -1;
+    FailRemoved(first.root, out);
   }
   if (first.kind == Kind::kAllgather) {
     for (std::size_t tensor = 0; tensor < first.tensors.size(); ++tensor) {
@@ -207,22 +212,35 @@ void Coordinator::Answer(const Key& key, const Pending& pending, std::vector<Out
   }
 }
 
+// Fail the calls on a process set that is gone.
+void Coordinator::FailRemoved(int set, std::vector<Outgoing>& out) {
+  for (auto at = pending_.lower_bound({set, ""}); at != pending_.end() && at->first.first == set;) {
+    Fail(at->first, at->second, Problem::kUsage,
+         "A process set should exist while a call uses it. Received: " +
+             at->second.requests.begin()->second.Described() + " named " + at->first.second +
+             " on process set " + std::to_string(set) + ", which was removed",
+         out);
+    at = pending_.erase(at);
+  }
+}
+
 std::string Coordinator::AddSet(const Request& request, Response& response) {
-  std::vector<int> ranks(request.splits.begin(), request.splits.end());
+  std::vector<std::int64_t> ranks = request.splits;
   std::sort(ranks.begin(), ranks.end());
   const bool repeated = std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end();
   if (ranks.empty() || repeated || ranks.front() < 0 || ranks.back() >= ranks_) {
     return "A process set should be one or more different ranks, 0 to " + std::to_string(ranks_ - 1) +
            ". Received: " + request.Described();
   }
+  const std::vector<int> added(ranks.begin(), ranks.end());
   for (const auto& [number, members] : sets_) {
-    if (members != ranks) continue;
+    if (members != added) continue;
     return "A process set of these ranks exists. Received: " + request.Described() +
            ", which is process set " + std::to_string(number);
   }
   response.number = next_set_++;
-  response.extents.assign(ranks.begin(), ranks.end());
-  sets_[response.number] = ranks;
+  response.extents = ranks;
+  sets_[response.number] = added;
   return "";
 }
 

@@ -58,6 +58,7 @@ class Coordinator {
   std::string TooManyRows(const Pending& pending) const;
   std::string ProblemWithJoined(const Request& request, const std::vector<int>& members) const;
   void Answer(const Key& key, const Pending& pending, std::vector<Outgoing>& out);
+  void FailRemoved(int set, std::vector<Outgoing>& out);
   std::string AddSet(const Request& request, Response& response);
   std::vector<int> LateOf(const Key& key, const Pending& pending) const;
   std::string Missing(const Key& key, const Pending& pending) const;

@@ -75,6 +75,7 @@ class MpiSetLinks : public SetLinks {
 
   void ReduceScatter(const void* in, void* out, const std::vector<std::int64_t>& counts, Type type,
                      ReduceOp op) override {
+    (void)AsCount(std::accumulate(counts.begin(), counts.end(), std::int64_t{0}));  // MPI sums them up
     HVPIPE_MPI(
         MPI_Reduce_scatter(in, out, AsCounts(counts).data(), MpiType(type), MpiOp(op, type), communicator_));
   }
@@ -145,6 +146,11 @@ class MpiLinks : public Links {
     HVPIPE_MPI(MPI_Comm_set_errhandler(control_, MPI_ERRORS_RETURN));
     HVPIPE_MPI(MPI_Comm_rank(control_, &rank_));
     HVPIPE_MPI(MPI_Comm_size(control_, &size_));
+  }
+
+  // After an error MPI may still read what was not sent.
+  ~MpiLinks() override {
+    if (!sends_.empty()) new std::list<Sending>(std::move(sends_));
   }
 
   void Send(int rank, std::string bytes, int tag) override {

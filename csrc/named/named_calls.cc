@@ -26,6 +26,29 @@ constexpr double kGraceS = 10;             // for rank 0, which ends calls that 
 constexpr double kLookS = 0.1;             // between two looks for long waits
 constexpr double kIdleNapS = 2e-3;         // rank 0, if no call is under way anywhere
 
+double BytesOf(const TensorSpec& tensor) {
+  return static_cast<double>(tensor.elements()) * static_cast<double>(SizeOf(tensor.type));
+}
+
+// All bytes that a collective moves between the ranks, of which this rank may have none.
+double BytesOf(const Response& response, const Call* call, int ranks) {
+  if (call == nullptr && response.example.empty()) return 0;
+  const Request& request = response.example.empty() ? call->request : response.example.front();
+  double bytes = 0;
+  for (const TensorSpec& tensor : request.tensors) bytes += BytesOf(tensor);
+  bytes *= ranks;
+  const bool ragged = response.kind == Kind::kAllgather || response.kind == Kind::kAlltoall;
+  if (!ragged || request.tensors.empty()) return bytes;
+  double received = 0;
+  const std::size_t rows_of_each = response.extents.size() / request.tensors.size();
+  for (std::size_t i = 0; i < response.extents.size(); ++i) {
+    const TensorSpec& tensor = request.tensors[i / std::max<std::size_t>(rows_of_each, 1)];
+    received += static_cast<double>(response.extents[i]) * static_cast<double>(tensor.row_elements()) *
+                static_cast<double>(SizeOf(tensor.type));
+  }
+  return std::max(bytes, received * ranks);
+}
+
 std::vector<int> UpTo(int size) {
   std::vector<int> ranks(static_cast<std::size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -47,7 +70,7 @@ NamedCalls::NamedCalls(std::unique_ptr<Links> links, double timeout_s)
 NamedCalls::~NamedCalls() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
+    stop_ = abandoned_ = true;
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
@@ -160,7 +183,8 @@ void NamedCalls::LookAtWaits(double now_s) {
   if (links_) TakeLost(links_->Lost());
   for (const auto& [key, each] : under_way_) {
     const Request& request = each.call.request;
-    if (request.kind == Kind::kJoin || now_s - each.since_s < timeout_s_ + kGraceS) continue;
+    const double waited_s = now_s - each.since_s - (collectives_s_ - each.collectives_s);
+    if (request.kind == Kind::kJoin || waited_s < timeout_s_ + kGraceS) continue;
     throw CallError{Problem::kDeadline,
                     "Rank 0 should answer " + request.Described() + " named " + request.name + " within " +
                         std::to_string(static_cast<int>(timeout_s_)) +
@@ -176,13 +200,13 @@ void NamedCalls::TakeLost(const std::vector<int>& ranks) {
     if (coordinator_) {
       Request leaves;
       leaves.kind = Kind::kLeave;
-      Coordinate(coordinator_->OnRequest(rank, leaves, Now()));
-    } else if (rank == 0 && !under_way_.empty()) {
-      throw CallError{
-          Problem::kPeer,
-          "Rank 0 should begin collectives by name. Received: the end of its connection. Has that "
-          "rank ended, or its network?"};
+      Coordinate(coordinator_->OnRequest(rank, leaves, Now() - collectives_s_));
     }
+  }
+  if (!coordinator_ && lost_ranks_.count(0) > 0 && !under_way_.empty()) {
+    throw CallError{Problem::kPeer,
+                    "Rank 0 should begin collectives by name. Received: the end of its connection. Has that "
+                    "rank ended, or its network?"};
   }
 }
 
@@ -226,7 +250,13 @@ void NamedCalls::Submit(Call call) {
 void NamedCalls::Loop() {
   try {
     for (;;) {
-      const bool moved = TakeInbox() | Receive() | Expire();
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (abandoned_) return;
+      }
+      bool moved = TakeInbox() | Receive();
+      // A request that waits to be received may complete a call.
+      if (!moved) moved = Expire();
       const bool sent = !links_ || links_->Sent();
       if (moved) {
         active_s_ = Now();
@@ -269,10 +299,10 @@ bool NamedCalls::TakeInbox() {
         continue;
       }
       const std::lock_guard<std::mutex> lock(under_way_mutex_);
-      under_way_.emplace(key, UnderWay{std::move(call), Now()});
+      under_way_.emplace(key, UnderWay{std::move(call), Now(), collectives_s_});
     }
     if (coordinator_) {
-      Coordinate(coordinator_->OnRequest(rank_, request, Now()));
+      Coordinate(coordinator_->OnRequest(rank_, request, Now() - collectives_s_));
     } else {
       links_->Send(0, Encoded(request), kRequestTag);
     }
@@ -285,7 +315,8 @@ bool NamedCalls::Receive() {
   const auto message = links_->Receive(coordinator_ ? kRequestTag : kResponseTag);
   if (!message) return false;
   if (coordinator_) {
-    Coordinate(coordinator_->OnRequest(message->first, DecodedRequest(message->second), Now()));
+    Coordinate(
+        coordinator_->OnRequest(message->first, DecodedRequest(message->second), Now() - collectives_s_));
   } else {
     Handle(DecodedResponse(message->second));
   }
@@ -294,7 +325,7 @@ bool NamedCalls::Receive() {
 
 bool NamedCalls::Expire() {
   if (!coordinator_ || coordinator_->idle()) return false;
-  auto expired = coordinator_->Expired(Now());
+  auto expired = coordinator_->Expired(Now() - collectives_s_);
   if (expired.empty()) return false;
   Coordinate(std::move(expired));
   return true;
@@ -340,10 +371,14 @@ void NamedCalls::Handle(const Response& response) {
     return End(key, &error, nullptr);
   }
   try {
-    const InMpi now(*this, response.name, call);
+    const InMpi now(*this, response, call);
     RunCollective(response, call);
-  } catch (const CallError& error) {
-    return End(key, &error, nullptr);
+  } catch (const CallError& error) {  // no memory for an output
+    End(key, &error, nullptr);
+    if (size_ == 1) return;
+    throw Error("Every rank should have memory for the result of " + response.name +
+                    ", and the others wait for this one. Received: " + error.message,
+                ErrorKind::kPeer);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kUsage) throw;
     const CallError refused{Problem::kUsage, error.what()};  // on all ranks alike, before MPI was called
@@ -352,20 +387,17 @@ void NamedCalls::Handle(const Response& response) {
   End(key, nullptr, &response);
 }
 
-NamedCalls::InMpi::InMpi(NamedCalls& calls, const std::string& what, const Call* call) : calls_(calls) {
-  double bytes = 0;
-  if (call != nullptr) {
-    for (const TensorSpec& tensor : call->request.tensors)
-      bytes += static_cast<double>(tensor.elements()) * static_cast<double>(SizeOf(tensor.type));
-  }
+NamedCalls::InMpi::InMpi(NamedCalls& calls, const Response& response, const Call* call) : calls_(calls) {
+  const double bytes = BytesOf(response, call, calls_.size_);
   const std::lock_guard<std::mutex> lock(calls_.under_way_mutex_);
-  calls_.in_mpi_ = what;
+  calls_.in_mpi_ = response.name;
   calls_.in_mpi_since_s_ = Now();
-  calls_.in_mpi_limit_s_ = calls_.timeout_s_ + kGraceS + bytes * calls_.size_ / kSlowestBytesPerS;
+  calls_.in_mpi_limit_s_ = calls_.timeout_s_ + kGraceS + bytes / kSlowestBytesPerS;
 }
 
 NamedCalls::InMpi::~InMpi() {
   const std::lock_guard<std::mutex> lock(calls_.under_way_mutex_);
+  calls_.collectives_s_ += Now() - calls_.in_mpi_since_s_;
   calls_.in_mpi_since_s_ = 0;
 }
 

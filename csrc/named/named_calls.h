@@ -48,13 +48,14 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   struct UnderWay {
     Call call;
     double since_s;
-    bool told = false;  // of its wait
+    double collectives_s;  // NamedCalls::collectives_s_ at that time
+    bool told = false;     // of its wait
   };
 
   // Lets EndIfStuck see that a collective of MPI runs.
   class InMpi {
    public:
-    InMpi(NamedCalls& calls, const std::string& what, const Call* call);
+    InMpi(NamedCalls& calls, const Response& response, const Call* call);
     ~InMpi();
     InMpi(const InMpi&) = delete;
     InMpi& operator=(const InMpi&) = delete;
@@ -95,6 +96,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   bool stop_ = false;
   bool started_ = false;
   bool left_ = false;
+  bool abandoned_ = false;  // ends without Stop, perhaps after MPI_Finalize
   std::optional<CallError> failed_;
   std::string lost_;  // says which rank's process has ended; empty: none
 
@@ -109,7 +111,8 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   std::string in_mpi_;         // the collective that MPI runs, which nothing can interrupt
   double in_mpi_since_s_ = 0;  // 0: none
   double in_mpi_limit_s_ = 0;
-  double active_s_ = 0;  // when something last happened
+  double active_s_ = 0;       // when something last happened
+  double collectives_s_ = 0;  // spent in collectives: no time limit of another call counts it
   std::thread thread_;
 };
 

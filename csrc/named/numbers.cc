@@ -189,6 +189,21 @@ void ScaleNumbers(void* data, Type type, std::int64_t count, double factor) {
   });
 }
 
+bool DivideIntegers(void* data, Type type, std::int64_t count, std::int64_t by) {
+  bool divided = false;
+  WithType(type, [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    if constexpr (std::is_integral_v<T>) {
+      T* const numbers = static_cast<T*>(data);
+      for (std::int64_t i = 0; i < count; ++i) {
+        numbers[i] = static_cast<T>(static_cast<std::int64_t>(numbers[i]) / by);
+      }
+      divided = true;
+    }
+  });
+  return divided;
+}
+
 AdasumFactors FactorsOf(const void* a, const void* b, Type type, std::int64_t count) {
   double dot = 0, a_square = 0, b_square = 0;
   WithType(type, [&](auto* typed) {

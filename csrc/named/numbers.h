@@ -18,6 +18,9 @@ void Reduce(ReduceOp op, Type type, void* into, const void* from, std::int64_t c
 // data[i] *= factor, in double precision for integers, which are then cut off, and in float32 for half types.
 void ScaleNumbers(void* data, Type type, std::int64_t count, double factor);
 
+// Divides integers, and cuts off what is left over. Returns whether the type is one of integers.
+bool DivideIntegers(void* data, Type type, std::int64_t count, std::int64_t by);
+
 // The state of Adasum for two vectors: result = of_a * a + of_b * b.
 struct AdasumFactors {
   double of_a, of_b;

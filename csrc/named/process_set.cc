@@ -60,11 +60,13 @@ void ProcessSet::ReduceInPlace(void* data, Type type, std::int64_t count, const 
   } else if (size() > 1) {
     links_->AllReduce(data, count, type, request.op);
   }
-  ScaleNumbers(data, type, count, FactorAfter(request));
+  ScaleSum(data, type, count, request);
 }
 
-double ProcessSet::FactorAfter(const Request& request) const {
-  return request.op == ReduceOp::kAverage ? request.postscale * (1.0 / size()) : request.postscale;
+void ProcessSet::ScaleSum(void* data, Type type, std::int64_t count, const Request& request) const {
+  double factor = request.postscale;
+  if (request.op == ReduceOp::kAverage && !DivideIntegers(data, type, count, size())) factor *= 1.0 / size();
+  ScaleNumbers(data, type, count, factor);
 }
 
 // A tree in which the ranks of a pair compute the same sum in the same order.
@@ -158,7 +160,10 @@ void ProcessSet::Alltoall(const Call& call, const std::vector<std::int64_t>& rec
   auto* const counts_out = static_cast<std::int32_t*>(call.allocate(1, {size()}));
   for (std::size_t i = 0; i < received.size(); ++i) counts_out[i] = static_cast<std::int32_t>(received[i]);
   if (tensor.row_elements() == 0) return;
-  if (size() == 1) return CopyBytes(output, call.inputs.front(), BytesOf(tensor));
+  if (size() == 1) {
+    const auto elements = static_cast<std::size_t>(total * tensor.row_elements());
+    return CopyBytes(output, call.inputs.front(), elements * SizeOf(tensor.type));
+  }
   links_->AllToAll(call.inputs.front(), call.request.splits, output, received, tensor);
 }
 
@@ -187,7 +192,7 @@ void ProcessSet::Reducescatter(const Call& call) const {
     } else if (tensor.elements() > 0) {
       links_->ReduceScatter(input, output, counts, tensor.type, request.op);
     }
-    ScaleNumbers(output, tensor.type, own, FactorAfter(request));
+    ScaleSum(output, tensor.type, own, request);
   }
 }
 

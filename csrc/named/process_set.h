@@ -38,7 +38,7 @@ class ProcessSet {
   // `data` becomes its reduction over the set, times the request's factors.
   void ReduceInPlace(void* data, Type type, std::int64_t count, const Request& request) const;
   // What a reduction over the set is multiplied by.
-  double FactorAfter(const Request& request) const;
+  void ScaleSum(void* data, Type type, std::int64_t count, const Request& request) const;
   void Adasum(void* data, Type type, std::int64_t count) const;
 
   const std::unique_ptr<SetLinks> links_;

@@ -46,9 +46,13 @@ class Transfers {
     for (;;) {
       mesh_.Poll();
       const std::size_t before = under_way_.size();
-      under_way_.erase(std::remove_if(under_way_.begin(), under_way_.end(),
-                                      [&](const auto& each) { return mesh_.Test(each.first); }),
-                       under_way_.end());
+      for (std::size_t i = before; i-- > 0;) {
+        const auto at = under_way_.begin() + static_cast<std::ptrdiff_t>(i);
+        const auto each = *at;
+        under_way_.erase(at);  // first: a test that throws has ended it
+        if (!mesh_.Test(each.first))
+          under_way_.insert(under_way_.begin() + static_cast<std::ptrdiff_t>(i), each);
+      }
       if (under_way_.empty()) return;
       const std::uint64_t now_moved = mesh_.Moved(channel_);
       if (under_way_.size() < before || now_moved != moved) {

@@ -23,11 +23,8 @@ from hvpipe.session import Session
 
 _GPU = "GPU:0"
 
-_TABLE_BYTES, _TABLE_BYTES_ON_GPU = 1 << 20, 64 << 20
-"""From these sizes on, a table's rows are sent instead of the table, if the user gives no size.
-
-Rows go through the host, which is slower than NCCL by more than ten times, and takes more calls.
-"""
+_TABLE_BYTES, _TABLE_BYTES_BESIDE_NCCL = 1 << 20, 64 << 20
+"""From these sizes on, a table's rows are sent instead of the table, if the user gives no size."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,12 @@ class BucketReducer:
         self._compression = compression_named(options.compression)
         # A second phase waits for the first, but sums of NCCL may wait for all submits of a step.
         on_device = self._compression is None and reduces_on_gpu(session)
-        table_bytes = session.settings.table_bytes or (_TABLE_BYTES_ON_GPU if on_device else _TABLE_BYTES)
         self.plan: BucketPlan = plan_buckets(
             gradients,
             options.bucket_bytes or session.settings.bucket_bytes,
             options.compression if self._compression is None else None,
             in_turn=options.in_turn,
-            table_bytes=table_bytes if options.slices or not on_device else None,
+            table_bytes=_table_bytes(session, on_device) if options.slices or not on_device else None,
             by_nccl=on_device and session.engine.nccl_connects_all,
         )
         self.used = False
@@ -135,7 +131,7 @@ class BucketReducer:
         """Announce a step to all ranks.
 
         Args:
-            samples: This rank's samples in the step (float64 scalar).
+            samples: This rank's samples in the step (scalar).
             reduces: Whether the step submits gradients (bool scalar). False between accumulated steps.
 
         Returns:
@@ -152,12 +148,14 @@ class BucketReducer:
             )
         self.used = True
         self._session.announcements += 1
+        with on_the_host():
+            samples = tf.cast(samples, tf.float64)
         with tf.control_dependencies([*_take_collected(), samples]), on_the_host():
             # TensorFlow reads a variable at once. A sum it would queue behind the forward.
             announced = self.step.read_value()
             self.step.assign_add(1)
             return library().hvpipe_begin_step(
-                samples=tf.cast(samples, tf.float64),
+                samples=samples,
                 announced=announced,
                 reduces=tf.convert_to_tensor(reduces),
                 plan=self._plan_id,
@@ -250,15 +248,13 @@ class BucketReducer:
         note_collected(tensors[0])
         return tensors
 
-    def together(self, tokens: Sequence[Any]) -> list[Any]:
-        """Return the tokens; with `on_stream`, once all buckets are submitted. Collect only after that.
+    def collected_after(self, number: int, tokens: Sequence[Any]) -> list[Any]:
+        """Return the tokens that a collect of bucket `number` waits for: all of them with `on_stream`.
 
         A wait on TensorFlow's stream would delay the rest of backward.
         """
-        if not self._on_stream:
-            return list(tokens)
-        with tf.control_dependencies(tokens), on_the_host():
-            return [tf.identity(token) for token in tokens]
+        on_stream = self._on_stream and not self.plan.buckets[number].row
+        return list(tokens) if on_stream else [tokens[number]]
 
     def collect_all(self, tokens: Sequence[Any]) -> list[Any]:
         """Return all reduced gradients, in the order of the variables."""
@@ -271,6 +267,19 @@ class BucketReducer:
     def members(self, bucket: Bucket) -> list[Any]:
         """Return the variables of a bucket."""
         return [self.variables[place] for place in bucket.members]
+
+
+def _table_bytes(session: Session, on_device: bool) -> int | None:
+    """Return the size from which on a table sends its rows; None: it is always sent whole.
+
+    Rows go through the host. Within a host NCCL is some 50 times as fast (bench/README.md).
+    """
+    if session.settings.table_bytes:
+        return session.settings.table_bytes
+    if not (on_device and session.engine.nccl_connects_all):
+        return _TABLE_BYTES
+    one_host = session.world.local_size == session.world.size
+    return None if one_host else _TABLE_BYTES_BESIDE_NCCL
 
 
 # --- Gradients before they are submitted --------------------------------------------------------------
@@ -302,13 +311,15 @@ def sliced_on_any_rank(
 
 
 def one_sample(gradients: Sequence[Any]) -> Any:
-    """Return 1.0 (float64 scalar): the samples to announce if all ranks count the same.
+    """Return 1 (int32 scalar): the samples to announce if all ranks count the same.
 
     It waits for a gradient. A train function that has reached the end of its data still runs ops that need no
     data, and must not announce a step then. The last variable's gradient is the first that backward computes.
+    An int32 is in host memory, also beside a gradient on a GPU; to copy another type from there would take
+    until the GPU has computed that gradient.
     """
     with tf.control_dependencies([gradients[-1]]):
-        return tf.identity(tf.constant(1.0, tf.float64))
+        return tf.identity(tf.constant(1, tf.int32))
 
 
 # --- Several reductions in one graph -------------------------------------------------------------------

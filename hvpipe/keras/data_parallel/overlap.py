@@ -127,8 +127,7 @@ class BackwardOverlap(Overlap):
     on_stream = True
 
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        tokens = buckets.reducer.together(buckets.reducer.submit(share, gradients))
-        for done in buckets.update.update_where_submitted(tokens):
+        for done in buckets.update.update_submitted(buckets.reducer.submit(share, gradients)):
             note_collected(done)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,8 @@ def test_average_is_the_default_and_the_older_argument_still_works() -> None:
     assert hvd.allreduce(mine, average=False).numpy() == sum(range(hvd.size()))
     with pytest.raises(ValueError, match="not both"):
         hvd.allreduce(mine, average=True, op=hvd.Sum)
+    large = tf.constant(2**60 + 1)  # not a float64
+    assert hvd.allreduce(large).numpy() == 2**60 + 1
 
 
 @pytest.mark.three_suffice
@@ -237,6 +240,10 @@ def test_alltoall_with_and_without_splits(run: Any) -> None:
     rows, counts = run(lambda: hvd.alltoall(tf.fill([size * (size - 1) // 2, 1], rank), splits))
     np.testing.assert_array_equal(counts, np.full(size, rank))
     np.testing.assert_array_equal(rows[:, 0], np.repeat(np.arange(size), rank))
+    # Only the first row is sent, to rank 0.
+    some = tf.one_hot(0, size, dtype=tf.int32)
+    rows, _ = run(lambda: hvd.alltoall(tf.reshape(tf.range(10_000), [1000, 10]), some))
+    np.testing.assert_array_equal(rows, np.tile(np.arange(10), (size if rank == 0 else 0, 1)))
 
 
 @pytest.mark.three_suffice
@@ -462,6 +469,30 @@ def test_process_sets() -> None:
     assert hvd.remove_process_set(part)
     assert not hvd.remove_process_set(part)
     assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+@pytest.mark.three_suffice
+def test_a_call_on_a_process_set_that_is_removed_meanwhile() -> None:
+    if hvd.size() == 1:
+        pytest.skip("one rank never waits")
+    part = hvd.add_process_set([0, 1] if hvd.size() > 2 else [1])
+    told: list[str] = []
+
+    def call() -> None:
+        try:
+            hvd.allreduce(tf.constant(1), process_set=part, name="too late")
+        except tf.errors.InvalidArgumentError as error:
+            told.append(str(error))
+
+    waits = hvd.rank() == 0 and part.included()
+    thread = threading.Thread(target=call)
+    if waits:
+        thread.start()
+        time.sleep(0.3)
+    assert hvd.remove_process_set(part)
+    if waits:
+        thread.join(timeout=20)
+        assert "which was removed" in told[0]
 
 
 def test_process_sets_of_a_communicator_that_was_split() -> None:

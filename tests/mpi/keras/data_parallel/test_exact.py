@@ -209,7 +209,7 @@ def in_device_memory(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(bucket_reduce, "library", Kernels)
     monkeypatch.setattr(bucket_reduce, "reduces_on_gpu", lambda _: True)
-    monkeypatch.setattr(bucket_reduce, "_TABLE_BYTES_ON_GPU", 1 << 20)
+    monkeypatch.setattr(bucket_reduce, "_table_bytes", lambda session, on_device: 1 << 20)
     return used
 
 
