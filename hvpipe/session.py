@@ -191,6 +191,8 @@ class Session:
                 native.set_default(self.engine.core)
                 keep_record(self.engine.core)
                 self.named_calls()
+                if self.settings.trace_path or self.settings.utilization_path:
+                    self.clock_reading = self.read_clock()  # rank 0 may be another one
             except HvpipeError:
                 if not self.has_lost_ranks():
                     raise

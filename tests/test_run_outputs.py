@@ -122,3 +122,13 @@ def test_a_note_of_several_ranks_is_printed_once(tmp_path: Path, capsys: pytest.
         "hvpipe: utilization: no GPU figures: no driver (2 of 2 ranks)",
         "hvpipe: utilization: more (1 of 2 ranks)",
     ]
+
+
+def test_files_that_cannot_be_written_do_not_fail_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    assert report_run(session(trace=gone / "t.json", utilization=gone / "util.csv")) is not None
+    told = capsys.readouterr().err
+    assert "hvpipe: the trace is not written: " in told
+    assert "hvpipe: the utilization is not written: " in told

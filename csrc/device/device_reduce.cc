@@ -18,14 +18,14 @@ void DeviceReducer::AddNcclLaunch(Operation& operation, Device::Event begun, Enq
   auto called = std::make_shared<bool>(false);
   const auto launch = [=] {
     const Device::Stream stream = device->stream.get();
-    if (!std::exchange(*called, true)) {
+    const bool first = !std::exchange(*called, true);
+    if (first) {
       const CurrentDevice current(*device->device);
       device->device->Wait(stream, begun);
       call(stream);
-      if (!device->ranks->ReadySoon()) return false;
-    } else if (!device->ranks->Ready()) {
-      return false;
     }
+    // NCCL may still be launching in a thread of its own.
+    if (!(first ? device->ranks->ReadySoon() : device->ranks->Ready())) return false;
     after(stream);
     return true;
   };

@@ -61,6 +61,7 @@ class Engine:
     def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
         self._traced = settings.trace_path is not None
+        self._earlier_events: list[tuple[str, str, float, float]] = []  # of engines before a loss of ranks
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._recorded_steps = 0
         self._settings = settings
@@ -433,7 +434,8 @@ class Engine:
 
     def take_events(self) -> list[tuple[str, str, float, float]]:
         """Return (category, name, start_s, end_s) of each event recorded since the last call."""
-        return [] if self.core is None else list(self.core.take_events())
+        earlier, self._earlier_events = self._earlier_events, []
+        return earlier if self.core is None else [*earlier, *self.core.take_events()]
 
     @contextlib.contextmanager
     def recorded(self, category: str, name: str) -> Iterator[None]:
@@ -468,6 +470,7 @@ class Engine:
         """
         if self.core is not None:
             self.core.stop()
+        self._earlier_events = self.take_events()
         totals = {} if self.core is None else self.core.counters()
         self.world, self._settings = world, settings
         self.core = world.make_engine(settings)

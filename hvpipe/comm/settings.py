@@ -40,7 +40,7 @@ class Settings:
     live: bool = False
     live_folder: str | None = None
     bucket_bytes: int | None = None  # None: hvpipe chooses it for the model
-    table_bytes: int | None = None  # None: 1 MiB, on GPUs 64 MiB
+    table_bytes: int | None = None  # None: 1 MiB; by NCCL 64 MiB between hosts
     segment_bytes: int = 0  # 0: what MPI's eager limit allows
     slot_bytes: int = 256 << 10
     messages_in_flight: int = 8

@@ -23,6 +23,7 @@ from hvpipe.errors import PeerError
 from hvpipe.keras.data_parallel import elastic
 from hvpipe.keras.resize import scale_learning_rate
 from hvpipe.session import Resize
+from hvpipe.trace.events import Trace
 
 LIMIT_S = 240.0
 _IMPORTS = f"""
@@ -156,15 +157,22 @@ def test_a_second_loss_while_the_others_recover(tmp_path: Path) -> None:
 
 
 def test_a_loss_in_the_last_checkpoint(tmp_path: Path) -> None:
-    """Regression: it ended the job with an error. Those that are left write the checkpoint again."""
-    script = tmp_path / "loss_at_the_end.py"
+    """Regression: it ended the job with an error. Those that are left write the checkpoint again.
+
+    And the trace began after the loss.
+    """
+    script, trace = tmp_path / "loss_at_the_end.py", tmp_path / "trace.json"
     script.write_text(LOSS_AT_THE_END)
-    found = train(tmp_path, 3, "step", [], "--min-np", "1", script=str(script))
+    options = ("--min-np", "1", "--trace", str(trace))
+    found = train(tmp_path, 3, "step", [], *options, script=str(script))
     assert found.result.returncode == 0, found.result.describe()
     (step,) = [step for step, _ in found.changes()]
     (place,) = folders.complete(tmp_path / "checkpoints")
     manifest = read_manifest(place)
     assert (manifest.position.step, manifest.ranks) == (step, 2)
+    read = Trace.read(trace)
+    for rank in (0, 1):
+        assert step - 1 <= len(read.of("forward", rank)) <= step + 1
 
 
 def test_too_few_ranks_write_a_checkpoint_and_exit_with_69(tmp_path: Path) -> None:
