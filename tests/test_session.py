@@ -161,7 +161,10 @@ def test_a_loss_while_the_new_engine_is_made(monkeypatch: pytest.MonkeyPatch) ->
 def test_totals_go_on_after_a_loss() -> None:
     cores = [
         SimpleNamespace(
-            counters=lambda n=n: {"network_bytes_sent": n}, stop=lambda: None, set_requests=lambda bits: None
+            counters=lambda n=n: {"network_bytes_sent": n},
+            take_events=list,
+            stop=lambda: None,
+            set_requests=lambda bits: None,
         )
         for n in (100, 5)
     ]
