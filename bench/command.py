@@ -18,24 +18,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench import tune
-from bench.cluster.named_clusters import cluster_spec, cores_of_rank
-from bench.errors import ClusterError
+from bench.cluster.spec import cluster_spec, cores_of_rank
+from bench.errors import BenchError
 from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
-from bench.evaluation.journal import Journal, JournalError
+from bench.evaluation.journal import Journal
 from bench.evaluation.one_group import add_task_arguments, suite_of
-from bench.evaluation.outcome import EvaluationOutcome, OutcomeError
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.progress import shown
 from bench.evaluation.read_suite import read_suite, suite_names
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
-from bench.evaluation.suite import Group, Suite, SuiteError
+from bench.evaluation.suite import Group, Suite
 from bench.launch.ranks import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes
 from bench.report.compare import compare
 from bench.report.figures import all_figures
 from bench.report.files import show_figures, write_outputs
-from bench.report.readme import ReadmeError, rewrite
+from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import keep_tuned
 from hvpipe.errors import HvpipeError
@@ -43,11 +43,7 @@ from hvpipe.errors import HvpipeError
 _ROOT = Path(__file__).parents[1]
 
 
-class UsageError(ValueError):
-    """Raised for a command line that cannot be followed."""
-
-
-_TOLD = (ClusterError, HvpipeError, JournalError, OSError, OutcomeError, ReadmeError, SuiteError, UsageError)
+_TOLD = (HvpipeError, OSError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,16 +159,16 @@ def _run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if _none_installed(outcome):
-        raise UsageError("One of the suite's systems at least should be installed. Received: none")
+        raise BenchError("One of the suite's systems at least should be installed. Received: none")
     return status
 
 
 def _step(options: argparse.Namespace) -> int:
     names = [name.strip() for name in options.systems.split(",")]
     if unknown := sorted(set(names) - set(SYSTEMS)):
-        raise UsageError(f"Systems are {', '.join(SYSTEMS)}. Received: {unknown}")
+        raise BenchError(f"Systems are {', '.join(SYSTEMS)}. Received: {unknown}")
     if len(set(names)) < len(names):
-        raise UsageError(f"Each system should be there once. Received: {options.systems}")
+        raise BenchError(f"Each system should be there once. Received: {options.systems}")
     outcome = _one_group("step", options, {name: SYSTEMS[name] for name in names}, options.out)
     if options.out is not None:
         return _finish(outcome, options.out, options.json)
@@ -202,10 +198,10 @@ def _one_group(
     if selection is None:
         ranks = 2 if options.ranks is None else options.ranks
         if ranks < 1:
-            raise UsageError(f"--ranks should be at least 1. Received: --ranks {ranks}")
+            raise BenchError(f"--ranks should be at least 1. Received: --ranks {ranks}")
         selection = HostSelection(loopback=True, loopback_ranks=ranks)
     elif options.ranks is not None:
-        raise UsageError(
+        raise BenchError(
             "--ranks are those of this host alone; a cluster has as many as its slots. "
             f"Received: --ranks {options.ranks} with --hosts or --cluster"
         )
@@ -218,7 +214,7 @@ def _one_group(
         with TemporaryDirectory(prefix="hvpipe-bench-") as kept, shown(evaluation.rounds()) as progress:
             outcome = evaluation.run(Path(kept), progress)
     if _none_installed(outcome):
-        raise UsageError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
+        raise BenchError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
     return outcome
 
 
@@ -229,7 +225,7 @@ def _none_installed(outcome: EvaluationOutcome) -> bool:
 def _selection(options: argparse.Namespace) -> HostSelection | None:
     """Return the hosts or the cluster that the options name; None if they name neither."""
     if options.hosts is not None and options.cluster is not None:
-        raise UsageError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
+        raise BenchError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
     if options.cluster is not None:
         return one_cluster(options.cluster)
     return None if options.hosts is None else select_hosts(options.hosts)
@@ -242,7 +238,7 @@ def _evaluation(
     from bench.rounds.round import run_round
 
     if options.threads is not None and options.threads < 1:
-        raise UsageError(f"--threads should be at least 1. Received: --threads {options.threads}")
+        raise BenchError(f"--threads should be at least 1. Received: --threads {options.threads}")
     python = _python(options.python)
     suite = selection.fit(suite).with_threads(options.threads, partial(_cores, selection))
     used = {name for group in suite.groups for name in group.systems}
@@ -288,19 +284,19 @@ def _python(given: str | None) -> str:
     python = given or (str(peers) if peers.exists() else sys.executable)
     found = shutil.which(python)
     if found is None:
-        raise UsageError(f"--python should be a Python that runs. Received: {python!r}")
+        raise BenchError(f"--python should be a Python that runs. Received: {python!r}")
     return os.path.abspath(found)  # links are not followed: a virtual environment is where its link is
 
 
 def _require_plots() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("The report needs matplotlib: `pip install '.[bench]'`. Received: not installed")
+        raise BenchError("The report needs matplotlib: `pip install '.[bench]'`. Received: not installed")
 
 
 def _report(options: argparse.Namespace) -> int:
     _require_plots()
     if not options.folder.is_dir():
-        raise UsageError(f"DIR should be a folder that `run` wrote. Received: {options.folder}")
+        raise BenchError(f"DIR should be a folder that `run` wrote. Received: {options.folder}")
     return _finish(_read(options.folder), options.folder, options.json)
 
 
@@ -326,7 +322,7 @@ def _advise(options: argparse.Namespace) -> int:
     rows = all_figures(_read(options.folder))
     text = json.dumps(modes.as_json(rows), indent=1) if options.json else modes.describe(rows)
     if not text:
-        raise UsageError(
+        raise BenchError(
             "Advice needs rounds of single and hvpipe-step on links with a known rate. Received: none"
         )
     print(text)

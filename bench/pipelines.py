@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.cluster.named_clusters import FOLDER
+from bench.cluster.spec import FOLDER
 from bench.metrics import format_time, geometric_mean, table
 from bench.pipeline import __main__ as pipeline
 from bench.pipeline.report import MeasuredPlan, PipelineReport

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.cluster.network import SUBNET
 from bench.cluster.spec import ClusterSpec
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.launch import mpirun
 
 
@@ -17,7 +17,7 @@ def rank_command(spec: ClusterSpec, ssh: Path, ranks: int, command: Sequence[str
     mpirun runs the script `ssh` to enter the other hosts. All data between hosts stays on the links.
     """
     if not 1 <= ranks <= spec.slots:
-        raise ClusterError(f"Ranks must be 1 to the cluster's {spec.slots} slots. Received: ranks={ranks}")
+        raise BenchError(f"Ranks must be 1 to the cluster's {spec.slots} slots. Received: ranks={ranks}")
     program = mpirun.find_mpirun(command[0])
     major = mpirun.open_mpi_major(program)
     launcher = ["--prtemca", "plm_ssh_agent"] if major >= 5 else ["--mca", "plm_rsh_agent"]

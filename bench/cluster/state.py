@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cluster.spec import ClusterSpec
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from hvpipe.atomic_file import atomic_file
 
 STATE = Path("/run/hvpipe-cluster")
@@ -122,10 +122,10 @@ def read_state(name: str) -> ClusterState:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
-        raise ClusterError(f"A cluster's state must be JSON: delete {path}. Received: {error}") from error
+        raise BenchError(f"A cluster's state must be JSON: delete {path}. Received: {error}") from error
     except OSError as error:
         known = ", ".join(path.parent.name for path in _files()) or "none"
-        raise ClusterError(
+        raise BenchError(
             f"The cluster must be up: `python -m bench.cluster up`. Received: name={name!r}; up: {known}"
         ) from error
     return ClusterState(

@@ -20,11 +20,11 @@ from bench.cluster import cpu, network
 from bench.cluster.rank_command import rank_command
 from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
 from bench.cluster.state import ClusterState, all_states, process_started, read_state
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.launch import mpirun
 from bench.launch.termination import ended_by_exception, undisturbed
 
-__all__ = ["ClusterError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]
+__all__ = ["BenchError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]
 
 _NAME = re.compile(r"[a-z][a-z0-9]{0,19}")
 
@@ -41,7 +41,7 @@ class VirtualCluster:
         self.name = f"hv{os.getpid()}" if name is None else name
         self._signals = ExitStack()
         if not _NAME.fullmatch(self.name):
-            raise ClusterError(
+            raise BenchError(
                 "A cluster's name must be lower-case letters and digits, at most 20, starting with a letter. "
                 f"Received: name={self.name!r}"
             )
@@ -103,7 +103,7 @@ class VirtualCluster:
                 if state is not None and state.owner_alive
                 else "no owner"
             )
-            raise ClusterError(
+            raise BenchError(
                 f"The cluster must not be in use: end its processes or `python -m bench.cluster down --name "
                 f"{self.name}`. Received: name={self.name!r}, {owner}, {len(running)} processes inside"
             )
@@ -122,7 +122,7 @@ class VirtualCluster:
         """Return the command line that runs `command` inside a host."""
         names = [each.name for each in self.spec.hosts]
         if host not in names:
-            raise ClusterError(f"The host must be one of {', '.join(names)}. Received: host={host!r}")
+            raise BenchError(f"The host must be one of {', '.join(names)}. Received: host={host!r}")
         return [str(self.directory / "enter"), host, *command]
 
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:

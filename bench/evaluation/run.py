@@ -11,7 +11,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench.errors import ClusterError
 from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import Journal, alone_in
 from bench.evaluation.outcome import EvaluationOutcome, Setting
@@ -23,6 +22,7 @@ from bench.hosts.real_hosts import Hosts
 from bench.metrics import format_time, median
 from bench.rounds.record import NOT_UP, Case, Round, Task
 from bench.rounds.timed_steps import counted
+from hvpipe.errors import HvpipeError
 
 RunRound = Callable[[Case, int, "Hosts | None", float], Round]
 """Runs one round of a case: case, number, hosts, seconds until it is ended."""
@@ -137,7 +137,7 @@ class Evaluation:
                     journal.add_round(finished)
                     progress.done()
                     progress.say(_line(finished))
-        except ClusterError as error:
+        except HvpipeError as error:
             for number, case in left:
                 if not _done(journal.outcome, number, case) and not _gave_up(journal.outcome, case):
                     journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cluster import network
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
 from bench.launch.processes import Command
@@ -39,9 +39,7 @@ class Placement:
     def __post_init__(self) -> None:
         slots = self.ranks if self.cluster is None else self.cluster.spec.slots
         if not 1 <= self.ranks <= slots:
-            raise ClusterError(
-                f"Ranks must be 1 to the cluster's {slots} slots. Received: ranks={self.ranks}"
-            )
+            raise BenchError(f"Ranks must be 1 to the cluster's {slots} slots. Received: ranks={self.ranks}")
 
     def commands(self, system: System, python: Sequence[str], directory: Path) -> list[Command]:
         """Return the commands that start a system. With "servers", the first one ends the round."""
@@ -150,4 +148,4 @@ def _free_ports(count: int) -> list[int]:
             found.append(port)
         if len(found) == count:
             return found
-    raise ClusterError(f"There must be {count} free ports from 20000 to 32000. Received: {len(found)}")
+    raise BenchError(f"There must be {count} free ports from 20000 to 32000. Received: {len(found)}")

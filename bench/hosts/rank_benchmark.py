@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from bench.cluster.spec import add_spec_arguments
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.errors import ClusterError
 from bench.launch import mpirun
 from bench.launch.ranks import ends_all_ranks, run_ranks, started_as_rank
+from hvpipe.errors import HvpipeError
 
 if TYPE_CHECKING:
     from bench.all_reduce.report import AllReduceReport
@@ -62,7 +62,7 @@ def run_command(
         name: the benchmark's module, as in "bench.all_reduce".
         parser: from make_parser, with the benchmark's own options.
         argv: the words of the command line; None: this process's.
-        check: raises ValueError for options that cannot be followed, before anything starts.
+        check: raises BenchError for options that cannot be followed, before anything starts.
         measure: a rank's part. Takes the options and the number of ranks, and returns the report.
         drive: starts the ranks and returns their report, or None if it has printed everything itself.
 
@@ -77,7 +77,7 @@ def run_command(
             _run_rank(arguments, measure)
             return 0
         report = drive(arguments, words)
-    except (ClusterError, ValueError) as error:
+    except (HvpipeError, ValueError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

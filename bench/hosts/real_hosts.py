@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.hosts.hardware import same_and_others
 from bench.launch import mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hosts
@@ -59,7 +59,7 @@ class RealHosts:
         try:
             self.spec = HostList(parse_hosts(hosts))
         except LaunchError as error:
-            raise ClusterError(str(error)) from error
+            raise BenchError(str(error)) from error
         self._cores: dict[str, str] = {}  # the answer of each host
 
     def first(self, count: int) -> RealHosts:
@@ -98,20 +98,20 @@ class RealHosts:
     def require_answers(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
         """Ask each host for its number of cores and for a file of the current folder, which all should share.
 
-        ClusterError names the host that does not answer, or does not see the file.
+        BenchError names the host that does not answer, or does not see the file.
         """
         with tempfile.NamedTemporaryFile(prefix="hvpipe-shared-", dir=Path.cwd()) as file:
             for host in self.spec.hosts:
                 said, why = self._ask(host, ["getconf", "_NPROCESSORS_ONLN"], timeout_s)
                 if why:
-                    raise ClusterError(
+                    raise BenchError(
                         "Every host should answer mpirun (over ssh, without a password). "
                         f"Received: host={host.name!r}, {why}"
                     )
                 self._cores[host.name] = _end(said, lines=1)
                 _, why = self._ask(host, ["ls", file.name], timeout_s)
                 if why:
-                    raise ClusterError(
+                    raise BenchError(
                         "Every host should share the current folder, into which ranks write their results. "
                         f"Received: host={host.name!r}, which does not see {file.name}: {why}"
                     )
@@ -143,7 +143,7 @@ class RealHosts:
         for host in self.spec.hosts:
             said = self._cores.get(host.name, "")
             if not said.isdecimal():
-                raise ClusterError(
+                raise BenchError(
                     "Every host should say how many cores it has (getconf _NPROCESSORS_ONLN), so that all "
                     f"are used; or give --threads. Received: host={host.name!r}, {said!r}"
                 )

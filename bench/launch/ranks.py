@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.launch import mpirun
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def run_ranks(module: str, start: mpirun.Start, words: list[str], *, where: str,
                 start(command), timeout_s=timeout_s, env={"PYTHONPATH": str(_ROOT)}, capture=False
             )
         except subprocess.TimeoutExpired as error:
-            raise ClusterError(
+            raise BenchError(
                 f"The ranks must end within --timeout. Received: none after {timeout_s:g} s"
             ) from error
         if done.returncode != 0 or not result.exists():
-            raise ClusterError(f"The ranks failed with status {done.returncode}: see their output")
+            raise BenchError(f"The ranks failed with status {done.returncode}: see their output")
         return result.read_text()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from bench.cluster.spec import spec_from_arguments
 from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import BenchError
 from bench.hosts import rank_benchmark
 from bench.pipeline.models import MODELS
 from bench.pipeline.report import PipelineReport
@@ -66,7 +67,7 @@ def _task(arguments: argparse.Namespace) -> Task:
 def _methods(arguments: argparse.Namespace) -> tuple[str, ...]:
     methods = tuple(name for name in arguments.methods.split(",") if name)
     if not methods or not set(methods) <= set(_METHODS):
-        raise ValueError(
+        raise BenchError(
             f"Methods must be some of {', '.join(_METHODS)}. Received: methods={arguments.methods!r}"
         )
     return methods

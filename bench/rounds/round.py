@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.errors import ClusterError
 from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
@@ -20,6 +19,7 @@ from bench.launch.processes import run_together
 from bench.rounds.record import Case, Round, rank_round
 from bench.systems import SYSTEMS, System
 from bench.training.workloads import check
+from hvpipe.errors import HvpipeError
 
 
 def run_round(
@@ -55,7 +55,7 @@ def run_round(
             ignore_cleanup_errors=True,  # NFS keeps files that another host has open
         ) as name:
             round_ = _run(round_, system, cluster, Path(name), timeout_s, python)
-    except (ClusterError, ValueError) as error:
+    except (HvpipeError, ValueError) as error:
         round_ = replace(round_, error=str(error))
     return replace(round_, taken_s=time.monotonic() - began_s)
 

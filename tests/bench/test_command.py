@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from bench import command
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import Journal
 from bench.evaluation.outcome import EvaluationOutcome
@@ -295,7 +295,7 @@ def test_hosts_that_do_not_come_up_are_exit_code_1(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(self: HostSelection, cluster: str) -> None:
-        raise ClusterError("no such rate")
+        raise BenchError("no such rate")
 
     words = ["run", suite, "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patched:

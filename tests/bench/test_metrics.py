@@ -12,6 +12,7 @@ from bench import metrics
 from bench.all_reduce import __main__ as all_reduce
 from bench.all_reduce.report import AllReduceReport, Row
 from bench.cluster.two_way_stream import measure, serve
+from bench.errors import BenchError
 
 MB = 1 << 20
 
@@ -49,7 +50,7 @@ def test_sizes_of_a_sweep() -> None:
     assert metrics.sizes(4096, 256 * MB) == [4096 * 4**i for i in range(9)]
     assert metrics.sizes(4, 100) == [4, 16, 64, 100]
     assert metrics.sizes(64, 64) == [64]
-    with pytest.raises(ValueError, match="Received: smallest=64, largest=4"):
+    with pytest.raises(BenchError, match="Received: smallest=64, largest=4"):
         metrics.sizes(64, 4)
 
 
@@ -61,7 +62,7 @@ def test_size_is_read(text: str, size: int) -> None:
 
 
 def test_bad_size_is_named() -> None:
-    with pytest.raises(ValueError, match="Received: size='big'"):
+    with pytest.raises(BenchError, match="Received: size='big'"):
         metrics.parse_size("big")
 
 

@@ -21,8 +21,9 @@ from bench.cluster.rank_command import rank_command
 from bench.cluster.spec import ClusterSpec, HostSpec, equal_hosts, format_rate, parse_rate, read_spec
 from bench.cluster.state import ClusterState, all_states, read_state
 from bench.cluster.virtual_cluster import VirtualCluster, clean_up
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.launch.mpirun import one_host
+from hvpipe.errors import HvpipeError
 
 ROOT = Path(__file__).parents[3]
 NAME = f"hvtest{os.getpid()}"
@@ -31,7 +32,7 @@ NAME = f"hvtest{os.getpid()}"
 def _why_not() -> str | None:
     try:
         network.require_privileges()
-    except ClusterError as error:
+    except BenchError as error:
         return str(error)
     probe = f"{NAME}-probe"
     made = subprocess.run(["ip", "netns", "add", probe], check=False, capture_output=True, text=True)
@@ -62,7 +63,7 @@ def test_rate_is_read_and_written(text: str, bits_per_s: float | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "fast", "0mbit", "-1mbit", "10", "10mbps", "1e3mbit"])
 def test_bad_rate_is_named(text: str) -> None:
-    with pytest.raises(ClusterError, match="Received: rate="):
+    with pytest.raises(BenchError, match="Received: rate="):
         parse_rate(text)
 
 
@@ -88,28 +89,22 @@ def test_shipped_specs_are_valid(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", "host"),
-        ("hosts = 2", "Received: keys="),
-        ('[[host]]\nspeed = "1gbit"', "Received: speed"),
-        ("[[host]]\nrate = 5", "Received: name='h0', rate=5"),
-        ('[[host]]\ncpus = "half"', "cpus='half'"),
+        ("", "host should be a list"),
+        ("hosts = 2", "Received: 'hosts'"),
+        ('[[host]]\nspeed = "1gbit"', r"host\[0\] should have only .* Received: 'speed'"),
+        ("[[host]]\nrate = 5", "rate should be text. Received: rate=5"),
         ("[[host]]\ncpus = 0", "Received: cpus=0"),
         ("[[host]]\nslots = 0", "Received: slots=0"),
         ('[[host]]\nname = "a"\n[[host]]\nname = "a"', "must differ"),
         ('[[host]]\nname = "switch"', "Received: name='switch'"),
-        ("[[host", "must be TOML"),
+        ("[[host", "should be TOML"),
     ],
 )
 def test_bad_toml_is_explained(tmp_path: Path, text: str, match: str) -> None:
     path = tmp_path / "spec.toml"
     path.write_text(text)
-    with pytest.raises(ClusterError, match=match):
+    with pytest.raises(HvpipeError, match=match):
         read_spec(path)
-
-
-def test_missing_toml_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"none\.toml"):
-        read_spec(tmp_path / "none.toml")
 
 
 def test_slowest_link_bounds_a_ring() -> None:
@@ -119,7 +114,7 @@ def test_slowest_link_bounds_a_ring() -> None:
 
 
 def test_more_ranks_than_slots_is_an_error() -> None:
-    with pytest.raises(ClusterError, match="Received: ranks=3"):
+    with pytest.raises(BenchError, match="Received: ranks=3"):
         rank_command(equal_hosts(2), Path("ssh"), 3, ["true"])
 
 
@@ -156,7 +151,7 @@ def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_cluster_name_is_checked() -> None:
-    with pytest.raises(ClusterError, match="Received: name='a b'"):
+    with pytest.raises(BenchError, match="Received: name='a b'"):
         VirtualCluster(equal_hosts(1), "a b")
 
 
@@ -165,9 +160,9 @@ def test_a_state_file_that_is_not_json_is_named(tmp_path: Path, monkeypatch: pyt
     for name in ("empty", "whole"):
         ClusterState(name, equal_hosts(2), 0, 0).write(None)
     (tmp_path / "empty" / "state.json").write_text("")
-    with pytest.raises(ClusterError, match=r"must be JSON: delete .*empty/state\.json\. Received: Expecting"):
+    with pytest.raises(BenchError, match=r"must be JSON: delete .*empty/state\.json\. Received: Expecting"):
         all_states()
-    with pytest.raises(ClusterError, match=r"Received: name='absent'; up: empty, whole"):
+    with pytest.raises(BenchError, match=r"Received: name='absent'; up: empty, whole"):
         read_state("absent")
 
 
@@ -196,7 +191,7 @@ def test_without_root_the_error_says_what_to_do(
 def test_without_tc_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/bin/{tool}")
-    with pytest.raises(ClusterError, match=r"no tc\. .*apt-get install iproute2"):
+    with pytest.raises(BenchError, match=r"no tc\. .*apt-get install iproute2"):
         network.require_privileges()
 
 
@@ -212,7 +207,7 @@ def test_a_host_has_its_own_name_network_and_hosts_file(cluster: VirtualCluster)
 
 @real
 def test_unknown_host_is_an_error(cluster: VirtualCluster) -> None:
-    with pytest.raises(ClusterError, match=r"one of h0, h1\. Received: host='h7'"):
+    with pytest.raises(BenchError, match=r"one of h0, h1\. Received: host='h7'"):
         cluster.execute("h7", ["true"])
 
 
@@ -317,7 +312,7 @@ def test_a_killed_run_is_cleaned_up_by_the_next() -> None:
 def test_cluster_in_use_is_not_replaced() -> None:
     name = f"{NAME}held"
     with start_holder(name) as process:
-        with pytest.raises(ClusterError, match="must not be in use"):
+        with pytest.raises(BenchError, match="must not be in use"):
             VirtualCluster(equal_hosts(2), name).up()
         process.terminate()
         process.wait(timeout=20)
@@ -335,11 +330,11 @@ def test_an_exception_in_the_block_takes_everything_down() -> None:
 @real
 def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise ClusterError("no token bucket")
+        raise BenchError("no token bucket")
 
     name = f"{NAME}bad"
     monkeypatch.setattr(network, "_limit", fail)
-    with pytest.raises(ClusterError, match="no token bucket"):
+    with pytest.raises(BenchError, match="no token bucket"):
         VirtualCluster(equal_hosts(2, "1gbit"), name).up()
     assert_nothing_left(name)
 

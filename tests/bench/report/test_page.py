@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.errors import BenchError
 from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.evaluation.suite import Group, Suite
 from bench.hosts.links import LinkFacts
@@ -18,7 +19,7 @@ from bench.report.figures import all_figures, not_measured
 from bench.report.files import show_figures, write_outputs
 from bench.report.headlines import answer, cautions, headlines
 from bench.report.page import page
-from bench.report.readme import BEGIN, END, ReadmeError, comparison, rewrite
+from bench.report.readme import BEGIN, END, comparison, rewrite
 from bench.rounds.record import Round, Task
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
@@ -343,12 +344,12 @@ def test_readme_table_goes_between_the_comments(tmp_path: Path) -> None:
 def test_readme_without_the_comments(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("# Title\n")
-    with pytest.raises(ReadmeError, match="should have the lines"):
+    with pytest.raises(BenchError, match="should have the lines"):
         rewrite(readme, everything())
-    with pytest.raises(ReadmeError, match="Received: "):
+    with pytest.raises(BenchError, match="Received: "):
         rewrite(tmp_path / "absent.md", everything())
     readme.write_text(f"{BEGIN}\nformer\n{END}\n")
-    with pytest.raises(ReadmeError, match="Received: none"):
+    with pytest.raises(BenchError, match="Received: none"):
         rewrite(readme, outcome(Round(case("tf-ps"), 0, skipped="not installed")))
     assert "former" in readme.read_text()
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.evaluation.journal import Journal
 from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import RealHosts
@@ -174,7 +174,7 @@ def test_plain_tcp_is_skipped_on_one_host() -> None:
 
 
 def test_ranks_must_be_positive() -> None:
-    with pytest.raises(ClusterError, match="Received: ranks=0"):
+    with pytest.raises(BenchError, match="Received: ranks=0"):
         Placement(None, 0)
 
 
