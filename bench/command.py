@@ -29,7 +29,7 @@ from bench.evaluation.read_suite import read_suite, suite_names
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
 from bench.evaluation.suite import Group, Suite
-from bench.launch.ranks import warn_if_busy
+from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes
 from bench.report.compare import compare

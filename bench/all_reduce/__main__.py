@@ -59,7 +59,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
     return tuple(sizes(parse_size(arguments.min), parse_size(arguments.max)))
 
 
-def _measure(arguments: argparse.Namespace, ranks: int) -> AllReduceReport:
+def _measure(arguments: argparse.Namespace) -> AllReduceReport:
     from bench.all_reduce.worker import AllReduceOptions, measure
 
     options = AllReduceOptions(
@@ -75,7 +75,7 @@ def _measure(arguments: argparse.Namespace, ranks: int) -> AllReduceReport:
 def _drive(arguments: argparse.Namespace, words: list[str]) -> AllReduceReport:
     """Start the ranks here or on a virtual cluster, and add the measured rate of its links."""
     if rank_benchmark.on_this_host(arguments):
-        return AllReduceReport.from_json(rank_benchmark.run_on_this_host(_NAME, arguments, words))
+        return rank_benchmark.run_ranks(_NAME, arguments, words)
     spec = spec_from_arguments(arguments)
     if arguments.sample_seconds is None:
         words = [*words, "--sample-seconds", str(_LINK_SAMPLE_S)]
@@ -83,7 +83,7 @@ def _drive(arguments: argparse.Namespace, words: list[str]) -> AllReduceReport:
         rates = []
         if len(spec.hosts) > 1:
             rates.append(measure_two_way(cluster, spec.hosts[0].name, spec.hosts[-1].name))
-        report = AllReduceReport.from_json(rank_benchmark.run_on_cluster(_NAME, arguments, words, cluster))
+        report = rank_benchmark.run_ranks(_NAME, arguments, words, cluster)
         if len(spec.hosts) > 1:
             rates.append(measure_two_way(cluster, spec.hosts[0].name, spec.hosts[-1].name))
     if not rates:

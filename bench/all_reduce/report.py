@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from bench.metrics import (
     algorithm_bandwidth,
@@ -106,21 +105,6 @@ class AllReduceReport:
             out["fraction"] = {who: self.fraction(row, who) for who in self.contenders}
         data["summary"] = self.summary()
         return json.dumps(data, indent=1)
-
-    @staticmethod
-    def from_json(text: str) -> AllReduceReport:
-        """Read what to_json wrote; derived figures are computed again."""
-        data: dict[str, Any] = json.loads(text)
-        names = ("size_bytes", "samples_s", "copy_samples_s", "algorithm")
-        rows = tuple(Row(**{name: row[name] for name in names if name in row}) for row in data["rows"])
-        return AllReduceReport(
-            data["ranks"],
-            data["where"],
-            data["hosts"],
-            data["mpi"],
-            rows,
-            data["link_bits_per_s"],
-        )
 
     def to_text(self) -> str:
         """Return the table, then the summary."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 
 from bench.cluster import cpu, network
-from bench.cluster.rank_command import rank_command
 from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
 from bench.cluster.state import ClusterState, all_states, process_started, read_state
 from bench.errors import BenchError
@@ -127,7 +126,15 @@ class VirtualCluster:
 
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
         """Return the line by which mpirun starts `command` on `ranks` ranks, from inside the first host."""
-        line = rank_command(self.spec, self.ssh, ranks, command)
+        limited = any(host.cpus is not None for host in self.spec.hosts)
+        line = mpirun.line(
+            ranks,
+            command,
+            self.spec.hosts,
+            yields=limited or mpirun.crowded(ranks),
+            rsh_agent=str(self.ssh),
+            network=network.SUBNET,
+        )
         return self.host_command(self.spec.hosts[0].name, line)
 
     def execute(

@@ -16,8 +16,7 @@ from bench.errors import BenchError
 from bench.hosts.hardware import same_and_others
 from bench.launch import mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hosts
-from hvpipe.commands.launch import LaunchSpec, exported_names, mpirun_command
-from hvpipe.commands.mpirun import identify
+from hvpipe.commands.launch import exported_names
 from hvpipe.errors import LaunchError
 
 _ROOT = Path(__file__).parents[2]
@@ -158,25 +157,11 @@ class RealHosts:
         environ: Mapping[str, str],
         also: tuple[str, ...] = (),
     ) -> list[str]:
-        spec = LaunchSpec(
-            identify(mpirun.find_mpirun(_program(command))),
-            ranks,
-            tuple(command),
-            hosts=hosts,
-            as_root=os.geteuid() == 0,
-            export=tuple(dict.fromkeys((*exported_names(environ), *also))),
-        )
-        return mpirun_command(spec)
+        export = tuple(dict.fromkeys((*exported_names(environ), *also)))
+        return mpirun.line(ranks, command, hosts, export=export)
 
 
 Hosts = VirtualCluster | RealHosts
-
-
-def _program(command: Sequence[str]) -> str:
-    """Return the program that a command line starts after `env` and its settings. Its MPI may differ from
-    ours.
-    """
-    return next(word for word in command if word != "env" and "=" not in word)
 
 
 def _end(output: str, lines: int = 3) -> str:

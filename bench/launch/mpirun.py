@@ -1,4 +1,4 @@
-"""mpirun: where it is, which flags its version takes, and running a command line to its end."""
+"""mpirun: where it is, its command line, and running a command line to its end."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bench.errors import BenchError
 from bench.launch.termination import ended_by_exception, postponed, undisturbed
+from hvpipe.commands.hosts import HostSlots
+from hvpipe.commands.launch import LaunchSpec, mpirun_command
+from hvpipe.commands.mpirun import identify
 from hvpipe.commands.supervise import own_job_folder
-
-Start = Callable[[list[str]], list[str]]  # takes a command and returns the line that starts it on ranks
 
 
 def find_mpirun(program: str = sys.executable) -> str:
@@ -31,44 +32,36 @@ def find_mpirun(program: str = sys.executable) -> str:
     return found
 
 
-def version_line(mpirun: str) -> str:
-    """Return the first line of `mpirun --version`, or ""."""
-    said = subprocess.run([mpirun, "--version"], check=False, capture_output=True, text=True, timeout=60)
-    return said.stdout.splitlines()[0] if said.stdout else ""
+def crowded(ranks: int) -> bool:
+    """Return whether ranks outnumber this machine's cores."""
+    return ranks > (os.cpu_count() or 1)
 
 
-def open_mpi_major(mpirun: str) -> int:
-    """Return the major version of an Open MPI. The flags of 4 and 5 differ."""
-    first = version_line(mpirun)
-    if "Open MPI" not in first:
-        raise BenchError(
-            f"The benchmarks drive Open MPI's mpirun. Received: {mpirun} ({first or 'no version'})"
-        )
-    return int(first.split()[-1].split(".")[0])
+def line(
+    ranks: int,
+    command: Sequence[str],
+    hosts: Sequence[HostSlots] = (),
+    *,
+    yields: bool = False,
+    **more: Any,
+) -> list[str]:
+    """Return the line that starts `command` on ranks of this host, or of `hosts`, bound to no cores.
 
-
-def shared_flags(major: int) -> list[str]:
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    crowded = ["--oversubscribe"] if major < 5 else ["--map-by", ":OVERSUBSCRIBE"]
-    return [*root, *crowded, "--bind-to", "none"]
-
-
-def yielding(ranks: int, *, limited: bool = False) -> list[str]:
-    """Return the flags that make a waiting rank give up its core, if ranks outnumber cores.
-
-    Without them MPI is up to 14 times slower then. They are also needed where a host's CPU time is `limited`:
-    time spent waiting would be lost for computing.
+    A waiting rank that `yields` gives up its core. Without it MPI is up to 14 times slower if ranks outnumber
+    cores; it is also needed where a host's CPU time is limited: time spent waiting would be lost for
+    computing. `more` are fields of LaunchSpec.
     """
-    crowded = limited or ranks > (os.cpu_count() or 1)
-    return ["--mca", "mpi_yield_when_idle", "1"] if crowded else []
-
-
-def one_host(ranks: int, command: Sequence[str]) -> list[str]:
-    """Return the line that starts `command` on `ranks` ranks of this host, unbound, however many cores it
-    has.
-    """
-    mpirun = find_mpirun(command[0])
-    return [mpirun, *shared_flags(open_mpi_major(mpirun)), *yielding(ranks), "-np", str(ranks), *command]
+    spec = LaunchSpec(
+        # The MPI of the program, which comes after `env` and its settings, may differ from ours.
+        identify(find_mpirun(next(word for word in command if word != "env" and "=" not in word))),
+        ranks,
+        tuple(command),
+        hosts=tuple(hosts),
+        as_root=os.geteuid() == 0,
+        launcher_args=("--mca", "mpi_yield_when_idle", "1") if yields else (),
+        **more,
+    )
+    return mpirun_command(spec)
 
 
 def run(

@@ -78,7 +78,7 @@ def _microbatches(arguments: argparse.Namespace) -> int | None:
     return None if arguments.microbatches == "auto" else int(arguments.microbatches)
 
 
-def _measure(arguments: argparse.Namespace, ranks: int) -> PipelineReport:
+def _measure(arguments: argparse.Namespace) -> PipelineReport:
     from bench.pipeline.worker import WorkerOptions, measure
 
     options = WorkerOptions(
@@ -94,9 +94,9 @@ def _measure(arguments: argparse.Namespace, ranks: int) -> PipelineReport:
 def _drive(arguments: argparse.Namespace, words: list[str]) -> PipelineReport:
     """Start the ranks here or on a virtual cluster."""
     if rank_benchmark.on_this_host(arguments):
-        return PipelineReport.from_json(rank_benchmark.run_on_this_host(_NAME, arguments, words))
+        return rank_benchmark.run_ranks(_NAME, arguments, words)
     with VirtualCluster(spec_from_arguments(arguments)) as cluster:
-        return PipelineReport.from_json(rank_benchmark.run_on_cluster(_NAME, arguments, words, cluster))
+        return rank_benchmark.run_ranks(_NAME, arguments, words, cluster)
 
 
 if __name__ == "__main__":

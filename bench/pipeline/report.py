@@ -85,10 +85,6 @@ class PipelineReport:
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
-    def from_json(text: str) -> PipelineReport:
-        return PipelineReport.from_dict(json.loads(text))
-
-    @staticmethod
     def from_dict(data: dict[str, Any]) -> PipelineReport:
         """Read what asdict returned, perhaps through JSON."""
         return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in data["cases"])})

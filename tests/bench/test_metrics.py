@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import threading
@@ -134,11 +135,10 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert report.fraction(rows[0], "hvpipe") == pytest.approx(0.5)
 
 
-def test_all_reduce_report_round_trip_and_text() -> None:
+def test_all_reduce_report_as_json_and_text() -> None:
     report = one_host_report()
-    again = AllReduceReport.from_json(report.to_json())
-    assert again == report
-    text = again.to_text()
+    assert json.loads(report.to_json())["summary"] == report.summary()
+    text = report.to_text()
     assert all(part in text for part in ("4 KB", "9.00x", "of copy"))
     # 4 MiB in 100 us on 2 ranks.
     assert "41.94" in text

@@ -17,12 +17,11 @@ import pytest
 from bench.cluster import cpu, network, state
 from bench.cluster.__main__ import main
 from bench.cluster.link_rate import measure_two_way
-from bench.cluster.rank_command import rank_command
 from bench.cluster.spec import ClusterSpec, HostSpec, equal_hosts, format_rate, parse_rate, read_spec
 from bench.cluster.state import ClusterState, all_states, read_state
 from bench.cluster.virtual_cluster import VirtualCluster, clean_up
 from bench.errors import BenchError
-from bench.launch.mpirun import one_host
+from bench.launch import mpirun
 from hvpipe.errors import HvpipeError
 
 ROOT = Path(__file__).parents[3]
@@ -113,41 +112,40 @@ def test_slowest_link_bounds_a_ring() -> None:
     assert equal_hosts(2).slowest_rate_bits_per_s is None
 
 
-def test_more_ranks_than_slots_is_an_error() -> None:
-    with pytest.raises(BenchError, match="Received: ranks=3"):
-        rank_command(equal_hosts(2), Path("ssh"), 3, ["true"])
+def start_line(spec: ClusterSpec, ranks: int) -> str:
+    return " ".join(VirtualCluster(spec, "hv").mpirun_command(ranks, ["true"]))
 
 
-def test_more_ranks_than_cores_yield_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+@pytest.fixture
+def open_mpi(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
-    monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
-    yielding = ["--mca", "mpi_yield_when_idle", "1"]
-    for ranks, expected in ((2, False), (3, True)):
-        lines = (one_host(ranks, ["true"]), rank_command(equal_hosts(3), Path("ssh"), ranks, ["true"]))
-        for line in lines:
-            assert any(line[i : i + 3] == yielding for i in range(len(line))) is expected
+    monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    return monkeypatch
 
 
-def test_ranks_of_hosts_with_a_cpu_share_yield_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
-    monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
-    spec = ClusterSpec((HostSpec("fast"), HostSpec("slow", cpus=0.5)))
-    assert "--mca mpi_yield_when_idle 1" in " ".join(rank_command(spec, Path("ssh"), 2, ["true"]))
-    assert "mpi_yield_when_idle" not in rank_command(equal_hosts(2), Path("ssh"), 2, ["true"])
+def test_more_ranks_than_slots_is_an_error(open_mpi: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HvpipeError, match="Received: -np 3 with 2 slots"):
+        start_line(equal_hosts(2), 3)
 
 
-def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
-    monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
-    line = " ".join(rank_command(equal_hosts(2, slots=2), Path("ssh"), 4, ["true"]))
-    assert "--prtemca plm_ssh_agent ssh --host h0:2,h1:2 -np 4" in line
-    assert "--mca btl tcp,self,sm --mca btl_tcp_if_include 10.77.0.0/24 true" in line
-    monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 4)
-    line = " ".join(rank_command(equal_hosts(2), Path("ssh"), 2, ["true"]))
-    assert "--oversubscribe --bind-to none --mca plm_rsh_agent ssh" in line
-    assert "--mca btl tcp,self --mca" in line
+def test_ranks_yield_when_idle_where_they_share_cores(open_mpi: pytest.MonkeyPatch) -> None:
+    yielding = "--mca mpi_yield_when_idle 1"
+    open_mpi.setattr(os, "cpu_count", lambda: 2)
+    assert yielding not in start_line(equal_hosts(3), 2)
+    assert yielding in start_line(equal_hosts(3), 3)
+    open_mpi.setattr(os, "cpu_count", lambda: 8)
+    assert yielding in start_line(ClusterSpec((HostSpec("fast"), HostSpec("slow", cpus=0.5))), 2)
+    assert yielding in " ".join(mpirun.line(2, ["true"], yields=True))
+    assert yielding not in " ".join(mpirun.line(2, ["true"]))
+
+
+def test_ranks_meet_only_on_the_links(open_mpi: pytest.MonkeyPatch) -> None:
+    line = start_line(equal_hosts(2, slots=2), 4)
+    agent = state.STATE / "hv" / "bin" / "ssh"
+    assert f"--host h0:2,h1:2 --bind-to none --prtemca plm_ssh_agent {agent}" in line
+    assert "--mca btl_tcp_if_include 10.77.0.0/24 --mca pml ob1" in line
+    open_mpi.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 4.1.8")
+    assert f"--bind-to none --mca plm_rsh_agent {agent}" in start_line(equal_hosts(2), 2)
 
 
 def test_cluster_name_is_checked() -> None:
