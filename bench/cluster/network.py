@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from bench.cluster.spec import ClusterSpec
@@ -127,7 +128,7 @@ def remove(cluster: str) -> None:
         _call("ip", "netns", "del", name)
     for directory in _NAMES.glob(f"{cluster}-*"):
         shutil.rmtree(directory, ignore_errors=True)
-    if _NAMES.is_dir() and not any(_NAMES.iterdir()):
+    with suppress(OSError):  # others have names there, or another process was first
         _NAMES.rmdir()
 
 

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from bench.cluster import cpu, network
 from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
-from bench.cluster.state import ClusterState, all_states, process_started, read_state
+from bench.cluster.state import ClusterState, all_states, alone, process_started, read_state
 from bench.errors import BenchError
 from bench.launch import mpirun
 from bench.launch.termination import ended_by_exception, undisturbed
@@ -158,7 +158,8 @@ class VirtualCluster:
 
 def clean_up() -> list[str]:
     """Take down every cluster whose owner is gone. Return their names."""
-    stale = [state for state in all_states() if state.stale]
-    for state in stale:
-        VirtualCluster(state.spec, state.name).down()
+    with alone():  # two would remove the same things
+        stale = [state for state in all_states() if state.stale]
+        for state in stale:
+            VirtualCluster(state.spec, state.name).down()
     return [state.name for state in stale]

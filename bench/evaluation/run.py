@@ -138,11 +138,13 @@ class Evaluation:
                     progress.done()
                     progress.say(_line(finished))
         except HvpipeError as error:
+            outcome = journal.outcome
+            left = [turn for turn in left if not _done(outcome, *turn) and not _gave_up(outcome, turn[1])]
             for number, case in left:
-                if not _done(journal.outcome, number, case) and not _gave_up(journal.outcome, case):
-                    journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
-                    progress.leave_out(1)
-            progress.say(f"{group.name}: not run, {NOT_UP}{error}")
+                journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
+                progress.leave_out(1)
+            said = f"not run, {NOT_UP}{error}" if left else f"measured; its hosts could not be ended: {error}"
+            progress.say(f"{group.name}: {said}")
 
     def _round(self, case: Case, number: int, hosts: Hosts | None, timeout_s: float) -> Round:
         """Run a round. Every failure of a system ends up in the round."""

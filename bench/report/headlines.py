@@ -82,14 +82,13 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
     if (mean := means(opt_in)) is not None:
         found.append(_against(_OPT_IN, BEST_NATIVE, mean, [_ran_in(opt_in, rows, NATIVE)]))
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
-    ratios = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
-    if ratios:
-        bounded = [row for row in ours if row.over_bound is not None]
+    bounded = [row for row in ours if row.over_bound is not None and row.case.key not in failed]
+    if bounded:
         found.append(
             Headline(
                 "step over its bound",
-                f"{geometric_mean(ratios):.2f}x",
-                f"{_bounds(bounded)}; geometric mean of {_cases(len(ratios))}",
+                f"{geometric_mean([row.over_bound or 1.0 for row in bounded]):.2f}x",
+                f"{_bounds(bounded)}; geometric mean of {_cases(len(bounded))}",
             )
         )
     found += [

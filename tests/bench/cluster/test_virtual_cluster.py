@@ -164,6 +164,22 @@ def test_a_state_file_that_is_not_json_is_named(tmp_path: Path, monkeypatch: pyt
         read_state("absent")
 
 
+def test_a_cluster_that_goes_while_clusters_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "STATE", tmp_path / "states")
+    here, gone = (ClusterState(name, equal_hosts(2), 0, 0) for name in ("here", "gone"))
+    for each in (here, gone):
+        each.write(None)
+    files = state._files()
+    monkeypatch.setattr(state, "_files", lambda: files)
+    gone.delete()
+    assert all_states() == [here]
+    here.delete()
+    assert not state.STATE.exists()
+    here.delete()
+
+
 def test_a_state_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*args: object) -> None:
         raise OSError("no space left")

@@ -161,6 +161,21 @@ def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_agai
     assert Journal.kept_in(tmp_path) == outcome
 
 
+def test_a_cluster_that_cannot_be_taken_down_does_not_undo_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def stays(self: HostSelection, cluster: str) -> Iterator[None]:
+        yield
+        raise BenchError("busy cgroup")
+
+    monkeypatch.setattr(HostSelection, "bring_up", stays)
+    outcome, said = run(tmp_path, Systems())
+    assert all(each.ok for each in outcome.rounds)
+    assert "measured; its hosts could not be ended: busy cgroup" in said
+    assert "not run" not in said
+
+
 def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
     run(tmp_path, Systems(fails=("b",)))
     systems = Systems()
