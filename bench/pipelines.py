@@ -1,6 +1,6 @@
 """Pipelines of several models on several virtual clusters, compared with other placements and forecasts.
 
-``python -m bench.pipelines --out bench/results/pipelines`` runs `bench.pipeline` on each, writes a JSON file
+``python -m bench.pipelines --out runs/pipelines`` runs `bench.pipeline` on each, writes a JSON file
 for each, and ends with a table. Cases that have a file do not run again.
 """
 

@@ -27,6 +27,7 @@ def train(job: RankJob) -> None:
     job.meet("built")
     if "beside_tcp" in job.options:
         with RingStream(job, job.gradient_bytes) as stream:
+            job.watch.helper = stream.pid
             fit(keras, model, job, [_moves_bytes(keras, stream)])
         return
     fit(keras, model, job)
