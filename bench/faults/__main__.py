@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from bench.faults import soak
-from bench.faults.cases import Fault, cases
-from bench.faults.trial import Trial
+from bench.faults.cases import Fault, Trial, cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

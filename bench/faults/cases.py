@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,9 +17,11 @@ from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
+import psutil
+
 from bench.cluster import network
 from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
-from bench.faults.trial import Trial
+from bench.launch.processes import end_left_behind
 
 PHASES = ("pack", "reduce", "update", "flush", "checkpoint")
 DEADLINE_S = 4.0
@@ -28,6 +29,22 @@ LIMIT_S = 90.0  # longer is a hang
 PROMISED_S = 10.0  # after the deadline, or after the fault if that needs no deadline
 _MEMORY = Path("/sys/fs/cgroup/memory")
 _STATE = re.compile(r"^STATE (\w+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What happened.
+
+    Attributes:
+        problem: "" if it is what must happen.
+        after_s: From the fault, or from the deadline that it ran into, to the end of the job. If it goes on:
+            the time lost, 0 if that is not measured.
+        output: What the job printed.
+    """
+
+    problem: str
+    after_s: float
+    output: str
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,9 @@ def _hvpipe_run(ranks: int, folder: Path, *options: object) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Ended:
+class Ended:
+    """How a job ended, and when."""
+
     code: int | None  # None: it hung
     output: str
     at_s: float
@@ -111,32 +130,47 @@ def _run(
     command: Sequence[str],
     during: Callable[[subprocess.Popen[str]], None] | None = None,
     extra: Mapping[str, str] = MappingProxyType({}),
-) -> _Ended:
+) -> Ended:
     environ = {
         **os.environ,
         **extra,
         "PYTHONPATH": str(Path(__file__).parents[2]),
         **dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}"),
     }
+    return run_to_end(command, environ, LIMIT_S, during)
+
+
+def run_to_end(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    limit_s: float,
+    during: Callable[[subprocess.Popen[str]], None] | None = None,
+) -> Ended:
+    """Run a job, with `during` beside it, until it ends or hangs. None of its processes is left."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environ, text=True, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environ,
+            text=True,
+            start_new_session=True,
         )
         try:
             if during is not None:
                 during(process)
-            code: int | None = process.wait(LIMIT_S)
+            code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
-        ended_s = time.time()
-        kill_tree(process)
+        finally:
+            ended_s = time.time()
+            kill_tree(process)
         output.seek(0)
-        return _Ended(code, output.read(), ended_s)
+        return Ended(code, output.read(), ended_s)
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
-    import psutil
-
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -168,7 +202,7 @@ def _reference(ranks: int, *options: object) -> str | None:
         return _state(_run(_hvpipe_run(ranks, folder, *options)).output)
 
 
-def _judge_end(ended: _Ended, folder: Path, deadline_s: float, says: Sequence[str]) -> Trial:
+def _judge_end(ended: Ended, folder: Path, deadline_s: float, says: Sequence[str]) -> Trial:
     """The job must end in time, not with 0, and say these words."""
     after_s = ended.at_s - _broken_s(folder) - deadline_s
     if ended.code is None:
@@ -189,7 +223,7 @@ def _judge_end(ended: _Ended, folder: Path, deadline_s: float, says: Sequence[st
 
 
 def _judge_going_on(
-    ended: _Ended, folder: Path, ranks: int, says: str = "", options: Sequence[object] = ()
+    ended: Ended, folder: Path, ranks: int, says: str = "", options: Sequence[object] = ()
 ) -> Trial:
     """The job must end as one with these options and without a fault."""
     problem = (
@@ -317,9 +351,12 @@ def _whole_job(phase: str, chance: random.Random) -> Trial:
             while not (folder / "broken").exists() and process.poll() is None:
                 time.sleep(0.002)
             time.sleep(chance.uniform(0.0, 0.15))
-            _kill_session(process.pid, folder)
+            end_left_behind(str(folder))  # launcher and ranks at once
 
-        _run(_hvpipe_run(2, folder, "--fault", "mark", "--phase", "checkpoint"), during)
+        marks = ("--fault", "mark", "--phase", "checkpoint", "--pause", 0.02)
+        killed = _run(_hvpipe_run(2, folder, *marks), during)
+        if killed.code == 0:
+            return Trial("nothing was killed", 0.0, killed.output)
         again = _run(_hvpipe_run(2, folder))
         unreadable = list((folder / "checkpoints").glob("*.damaged"))
         if unreadable:
@@ -331,13 +368,3 @@ def _lost(overlap: str, chance: random.Random) -> Trial:
     from bench.faults import elastic  # imports TensorFlow
 
     return elastic.run_trial(4, overlap, chance)
-
-
-def _kill_session(pid: int, folder: Path) -> None:
-    """SIGKILL to every process that has the folder in its command line: launcher and ranks at once."""
-    import psutil
-
-    for process in psutil.process_iter(["cmdline"]):
-        if str(folder) in (process.info["cmdline"] or []):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)

@@ -158,14 +158,6 @@ def reference(
     return model.get_weights()
 
 
-def validated(weights: Sequence[Any], size: int) -> float:
-    """Return the loss of a model on the batches that so many ranks share."""
-    model = make_model(False)
-    model.set_weights(weights)
-    x, y = (np.concatenate(part) for part in zip(*make_batches()[: BATCHES // size * size], strict=True))
-    return float(model.evaluate(x, y, batch_size=BATCH, verbose=0))
-
-
 def main(overlap: str, kills: list[str]) -> None:
     """Train as one rank."""
     import hvpipe

@@ -28,6 +28,7 @@ from hvpipe.session import current
 
 SHAPES = ((300, 200), (200,), (400, 150), (150,))
 EVERY = 2  # steps between two checkpoints
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}
 
 
 class Breaker:
@@ -43,10 +44,10 @@ class Breaker:
             return
         fault, wanted.fault = wanted.fault, ""
         (wanted.folder / "broken").write_text(repr(time.time()))
+        if fault in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[fault])
+            return  # a stopped rank may go on
         does = {
-            "kill": self._kill,
-            "stop": self._stop,
-            "crash": self._crash,
             "raise": self._raise,
             "slow": self._slow,
             "memory": self._memory,
@@ -54,15 +55,6 @@ class Breaker:
             "mark": lambda: None,  # the harness sees the file `broken`
         }
         does[fault]()
-
-    def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def _crash(self) -> None:
-        os.kill(os.getpid(), signal.SIGSEGV)
 
     def _raise(self) -> None:
         raise ValueError("injected")
