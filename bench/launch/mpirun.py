@@ -70,11 +70,13 @@ def run(
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
     capture: bool = True,
+    cwd: Path | None = None,
+    patience_s: float = 5.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end in its own process group, which ends with us, also by SIGTERM and SIGHUP.
 
-    `env` is added to this process's environment. After `timeout_s` the group is ended, and
-    subprocess.TimeoutExpired has what it had printed.
+    `env` is added to this process's environment. After `timeout_s` the group is asked to end, is killed after
+    `patience_s`, and subprocess.TimeoutExpired has what it had printed.
     """
     pipe = subprocess.PIPE if capture else None
     with ended_by_exception(), own_job_folder({**os.environ, **(env or {})}) as full:
@@ -82,14 +84,14 @@ def run(
         try:
             with postponed():  # a signal during Popen would leave us without the process that it has started
                 process = subprocess.Popen(
-                    command, stdout=pipe, stderr=pipe, text=True, env=full, start_new_session=True
+                    command, stdout=pipe, stderr=pipe, text=True, env=full, cwd=cwd, start_new_session=True
                 )
             out, err = process.communicate(timeout=timeout_s)
         except BaseException as error:
             if process is None:
                 raise
             with undisturbed():
-                out, err = end(process)
+                out, err = end(process, patience_s)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise subprocess.TimeoutExpired(list(command), error.timeout, out, err) from None
             raise
