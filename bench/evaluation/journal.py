@@ -15,6 +15,7 @@ from bench.evaluation.software import differences
 from bench.hosts.links import LinkFacts
 from bench.rounds.record import Round
 from hvpipe.atomic_file import atomic_file
+from hvpipe.config_file import fingerprint
 
 FILE = "journal.json"  # not results.json: a folder of kept results is not continued
 
@@ -82,22 +83,19 @@ class Journal:
 
 
 def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:
-    if there.plan != wanted.plan:
-        raise BenchError(
-            f"{folder} holds the results of another plan (suite {there.suite!r}, of {there.started}): "
-            f"continue with that one, or give another --out. Received: suite {wanted.suite!r}"
-        )
-    if there.clusters != wanted.clusters:
-        began, now = ("; ".join(each.description for each in of.clusters) for of in (there, wanted))
-        raise BenchError(f"{folder} was begun on other hosts ({began}): give another --out. Received: {now}")
-    if there.machine.cpu != wanted.machine.cpu or there.machine.cores != wanted.machine.cores:
-        raise BenchError(
-            f"{folder} was begun on another machine ({there.machine.describe()}): give another --out. "
-            f"Received: {wanted.machine.describe()}"
-        )
-    before, now = ({"hvpipe bench": of.machine.hvpipe, **of.software} for of in (there, wanted))
+    """Raise BenchError, which names what differs, if figures of both should not be mixed."""
+    before, now = (
+        {
+            "plan": f"{fingerprint(of.plan)} of suite {of.suite!r}",
+            "on": "; ".join(each.description for each in of.clusters),
+            "CPU": f"{of.machine.cpu}, {of.machine.cores} cores,",
+            "hvpipe bench": of.machine.hvpipe,
+            **of.software,
+        }
+        for of in (there, wanted)
+    )
     if changed := differences(before, now):
         raise BenchError(
-            f"{folder} was begun with other software, whose figures should not be mixed with new ones: "
-            f"give another --out, or use the software that it was begun with. Received: {', '.join(changed)}"
+            f"{folder} was begun with another plan, hosts, machine or software, whose figures should not be "
+            f"mixed with new ones: give another --out. Received: {', '.join(changed)}"
         )

@@ -9,7 +9,6 @@ the other system: between the start and drained, all work is complete.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -111,18 +110,6 @@ def not_measured(outcome: EvaluationOutcome) -> dict[str, str]:
             found[key] = f"failed, {failed.why}"
         elif not any(each.ok for each in rounds):
             found[key] = f"skipped, {rounds[-1].why}"
-    return found
-
-
-def tensorflow_versions(outcome: EvaluationOutcome) -> dict[str, list[str]]:
-    """Return the systems that were measured on each version of TensorFlow."""
-    found: dict[str, list[str]] = {}
-    for each in outcome.rounds:
-        version = re.search(r"TensorFlow ([^\s,]+)", each.versions)
-        if each.ok and version is not None:
-            systems = found.setdefault(version[1], [])
-            if each.case.system not in systems:
-                systems.append(each.case.system)
     return found
 
 
