@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -33,18 +32,6 @@ def communication_bound_s(gradient_bytes: int, ranks: int, bits_per_s: float | N
     if bits_per_s is None:
         return 0.0
     return gradient_bytes * ring_factor(ranks) * 8 / bits_per_s
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean, which suits ratios; NaN of nothing."""
-    if not values:
-        return math.nan
-    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median; NaN of nothing."""
-    return statistics.median(values) if values else math.nan
 
 
 def relative_spread(values: Sequence[float]) -> float:

@@ -12,9 +12,10 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from bench.cluster.spec import FOLDER
-from bench.metrics import format_time, geometric_mean, table
+from bench.metrics import format_time, table
 from bench.pipeline import __main__ as pipeline
 from bench.pipeline.report import MeasuredPlan, PipelineReport
 

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from statistics import geometric_mean, median
 
-from bench.metrics import (
-    algorithm_bandwidth,
-    bus_bandwidth,
-    format_size,
-    format_time,
-    geometric_mean,
-    median,
-    relative_spread,
-    table,
-)
+from bench.metrics import algorithm_bandwidth, bus_bandwidth, format_size, format_time, relative_spread, table
 
 LARGE_BYTES = 1 << 20  # from this size on bandwidth counts, below it latency
 LINK_LARGE_BYTES = 4 << 20
@@ -34,8 +26,8 @@ class Row:
     algorithm: str = ""
 
     def seconds(self, contender: str) -> float:
-        """Return the median time of one operation; NaN for a contender that did not run."""
-        return median(self.samples_s.get(contender, []))
+        """Return the median time of one operation."""
+        return median(self.samples_s[contender])
 
     @property
     def speedups(self) -> dict[str, float]:

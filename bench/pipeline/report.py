@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
-from bench.metrics import format_time, median, relative_spread, table
+from bench.metrics import format_time, relative_spread, table
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.metrics import geometric_mean
 from bench.report.figures import (
     ALONE,
     CaseFigures,

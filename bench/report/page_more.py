@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.metrics import median
 from bench.report.figures import (
     ALONE,
     CaseFigures,

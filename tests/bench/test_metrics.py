@@ -38,10 +38,6 @@ def test_communication_bound() -> None:
 
 
 def test_means() -> None:
-    assert metrics.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-    assert math.isnan(metrics.geometric_mean([]))
-    assert metrics.median([3.0, 1.0, 2.0]) == 2.0
-    assert math.isnan(metrics.median([]))
     # The quartiles of 8 9 10 11 12 are 9 and 11: half their distance is 1, a tenth of the median.
     assert metrics.relative_spread([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(0.1)
     assert metrics.relative_spread([8.0]) == 0.0

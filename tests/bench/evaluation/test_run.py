@@ -272,7 +272,7 @@ def test_a_suite_that_cannot_run_here_at_all(tmp_path: Path) -> None:
 def test_groups_left_out_are_in_the_plan_and_the_report() -> None:
     strong = Group(Task("digits", 3), "3x1gbit", 3, ("a",), scaling="strong")
     evaluated = Evaluation(Suite("mine", "Mine", (*SUITE.groups, strong)), HERE, Systems(), {})
-    (said,) = evaluated.plan()["notes"]
+    (said,) = evaluated._suite.notes
     assert said.startswith("digits-64/3/3x1gbit-3/strong is left out: ")
     assert said in evaluated.describe()
     assert setting_of(evaluated._suite, HERE).notes == ("not root", said)
