@@ -47,7 +47,6 @@ _TOLD = (HvpipeError, OSError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     options = make_parser().parse_args(arguments)
     try:
         with ended_by_exception():

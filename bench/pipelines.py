@@ -103,7 +103,6 @@ def _measure(words: list[str]) -> int:
 
 
 def read(folder: Path) -> dict[str, PipelineReport]:
-    """Read the cases of a folder, by name."""
     return {
         file.stem: PipelineReport.from_dict(json.loads(file.read_text()))
         for file in sorted(folder.glob("*.json"))

@@ -53,7 +53,6 @@ class AllReduceReport:
 
     @property
     def contenders(self) -> list[str]:
-        """The names of the contenders."""
         return list(self.rows[0].samples_s) if self.rows else []
 
     def bus(self, row: Row, contender: str) -> float:
@@ -70,7 +69,6 @@ class AllReduceReport:
         return self.bus(row, contender) / algorithm_bandwidth(row.size_bytes, median(row.copy_samples_s))
 
     def summary(self) -> dict[str, float]:
-        """Return the main figures."""
         figures: dict[str, float] = {}
         large = [row for row in self.rows if row.size_bytes >= LARGE_BYTES]
         for who in self.rows[0].speedups if self.rows else ():
@@ -99,7 +97,6 @@ class AllReduceReport:
         return json.dumps(data, indent=1)
 
     def to_text(self) -> str:
-        """Return the table, then the summary."""
         medium = "copy" if self.link_bits_per_s is None else "link"
         header = ["size"]
         for who in self.contenders:

@@ -31,7 +31,6 @@ class TwoWayRate:
         return (self.forward_bits_per_s + self.backward_bits_per_s) / 2
 
     def describe(self) -> str:
-        """Describe the rate in one line."""
         return (
             f"{self.bits_per_s / 1e6:.1f} Mb/s each way with both ways busy "
             f"({self.forward_bits_per_s / 1e6:.1f} there, {self.backward_bits_per_s / 1e6:.1f} back)"

@@ -47,7 +47,6 @@ def namespace(cluster: str, host: str) -> str:
 
 
 def address(index: int) -> str:
-    """Return the address of the host with that index."""
     return f"10.77.0.{index + 1}"
 
 
@@ -111,7 +110,6 @@ def existing_namespaces(cluster: str) -> list[str]:
 
 
 def processes(cluster: str) -> list[int]:
-    """Return the processes that run inside the cluster's hosts."""
     found: list[int] = []
     for name in existing_namespaces(cluster):
         result = subprocess.run(

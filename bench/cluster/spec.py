@@ -99,12 +99,10 @@ class ClusterSpec:
         return f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}: {', '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the spec as plain JSON types."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ClusterSpec:
-        """Return the spec that to_json wrote."""
         return ClusterSpec(tuple(HostSpec(**host) for host in data["hosts"]))
 
 
@@ -179,7 +177,6 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> ClusterSpec:
-    """Return the cluster that --spec or --hosts describes."""
     if arguments.spec is not None:
         if arguments.hosts is not None:
             raise BenchError(

@@ -105,7 +105,6 @@ class ClusterState:
             path.chmod(0o755)
 
     def delete(self) -> None:
-        """Delete the state."""
         shutil.rmtree(self.directory, ignore_errors=True)
         with suppress(OSError):  # another cluster has a state there, or another process was first
             STATE.rmdir()
@@ -121,7 +120,6 @@ def process_started(pid: int) -> int:
 
 
 def read_state(name: str) -> ClusterState:
-    """Return the state of the cluster with that name."""
     try:
         return _read(STATE / name / _FILE)
     except OSError as error:

@@ -118,7 +118,6 @@ class VirtualCluster:
         return ClusterState(self.name, self.spec, 0, 0).ssh
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs `command` inside a host."""
         names = [each.name for each in self.spec.hosts]
         if host not in names:
             raise BenchError(f"The host must be one of {', '.join(names)}. Received: host={host!r}")

@@ -58,11 +58,9 @@ class Journal:
         return EvaluationOutcome.read(folder / FILE) if (folder / FILE).exists() else None
 
     def add_round(self, finished: Round) -> None:
-        """Append a round."""
         self._write(replace(self.outcome, rounds=(*self.outcome.rounds, finished)))
 
     def add_links(self, found: list[LinkFacts]) -> None:
-        """Append the measured links of a cluster."""
         self._write(replace(self.outcome, links=(*self.outcome.links, *found)))
 
     def forget_not_up(self) -> None:

@@ -40,7 +40,6 @@ class Setting:
     software: dict[str, str] = field(default_factory=dict)
 
     def cluster(self, name: str) -> ClusterFacts:
-        """Return the cluster of that name."""
         return next(each for each in self.clusters if each.name == name)
 
 

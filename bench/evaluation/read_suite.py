@@ -20,7 +20,6 @@ _DEFAULTS = {"threads": "auto", "rounds": 2, "once": [], "scaling": "weak", "sha
 
 
 def suite_names() -> list[str]:
-    """Return the names of the suites in bench/suites/."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 

@@ -167,7 +167,6 @@ def _gave_up(outcome: EvaluationOutcome, case: Case) -> bool:
 
 
 def _line(finished: Round) -> str:
-    """Describe a round in one line."""
     if not finished.ok:
         return f"{finished.case.key}: {'skipped' if finished.skipped else 'failed'}, {finished.why}"
     step_s = max(median(counted(finished.case.task, rank.step_s)) for rank in finished.ranks)

@@ -47,14 +47,12 @@ class Group:
         return self.case(self.systems[0]).group
 
     def case(self, system: str) -> Case:
-        """Return the case of one of the systems."""
         task = self.task
         if system in SYSTEMS and not task.epochs:
             task = replace(task, steps=max(task.steps, SYSTEMS[system].least_steps))
         return Case(system, self.cluster, self.ranks, task, self.scaling)
 
     def rounds_of(self, system: str) -> int:
-        """Return the number of rounds that a system takes part in."""
         return 1 if system in self.once else self.rounds
 
     def turns(self) -> list[tuple[int, Case]]:

@@ -69,7 +69,6 @@ class Fault:
 
 
 def cases() -> dict[str, Fault]:
-    """Return all faults by name."""
     ends = "the job ends; the message names the rank and the cause"
     goes_on = "the job goes on, with the weights of a job without a fault"
     root = "" if os.geteuid() == 0 else "needs root"

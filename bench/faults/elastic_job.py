@@ -84,8 +84,6 @@ class DyingSGD(keras.optimizers.SGD):
 
 
 class Counts(keras.callbacks.Callback):
-    """Counts steps."""
-
     reads_weights = stops_training = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -119,7 +117,6 @@ def make_model(may_die: bool) -> keras.Model:
 
 
 def make_batches() -> list[tuple[Any, Any]]:
-    """Return the batches of all ranks."""
     random = np.random.default_rng(3)
     x = random.normal(size=(BATCHES, BATCH, WIDTH)).astype(np.float32)
     return list(zip(x, np.sin(x.sum(-1, keepdims=True)), strict=True))
@@ -159,7 +156,6 @@ def reference(
 
 
 def main(overlap: str, kills: list[str]) -> None:
-    """Train as one rank."""
     import hvpipe
     import hvpipe.keras as hk
 

@@ -38,7 +38,6 @@ class Breaker:
         self._options = options
 
     def reach(self, phase: str, step: int) -> None:
-        """Break here if this is the place."""
         wanted = self._options
         if hvpipe.rank() != wanted.victim or phase != wanted.phase or step < wanted.at or not wanted.fault:
             return
@@ -151,7 +150,6 @@ class _Ranks:
 
 
 def main() -> None:
-    """Be one rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--fault", default="")

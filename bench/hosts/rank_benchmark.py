@@ -136,7 +136,6 @@ def warn_if_busy() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line about progress."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -39,11 +39,9 @@ class HostList:
 
     @property
     def slots(self) -> int:
-        """How many ranks fit."""
         return sum(host.slots for host in self.hosts)
 
     def describe(self) -> str:
-        """Describe the hosts in one line."""
         names = f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
         mine = {host.name for host in self.hosts}
         machines = same_and_others({name: said for name, said in self.machines if name in mine})
@@ -62,7 +60,6 @@ class RealHosts:
         self._cores: dict[str, str] = {}  # the answer of each host
 
     def first(self, count: int) -> RealHosts:
-        """Return the first `count` hosts."""
         part = copy(self)
         part.spec = replace(self.spec, hosts=self.spec.hosts[:count])
         return part

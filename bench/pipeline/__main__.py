@@ -92,7 +92,6 @@ def _measure(arguments: argparse.Namespace) -> PipelineReport:
 
 
 def _drive(arguments: argparse.Namespace, words: list[str]) -> PipelineReport:
-    """Start the ranks here or on a virtual cluster."""
     if rank_benchmark.on_this_host(arguments):
         return rank_benchmark.run_ranks(_NAME, arguments, words)
     with VirtualCluster(spec_from_arguments(arguments)) as cluster:

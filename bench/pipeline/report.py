@@ -47,7 +47,6 @@ class PipelineReport:
     cases: tuple[MeasuredPlan, ...]
 
     def to_text(self) -> str:
-        """Return a table for people."""
         head = (
             f"{self.workload}\n{self.ranks} ranks, {self.where}; {self.schedule}, "
             f"{self.microbatches} micro-batches; a random placement runs the batch as one\n"

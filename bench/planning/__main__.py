@@ -50,7 +50,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and return 0."""
     options = _parser().parse_args(argv)
     cases = list(all_cases(_MODELS, (4, 8)))
     report = PlanningReport(_MICROBATCHES, _DRAWS, tuple(_shown(cases, measure)))

@@ -45,14 +45,11 @@ class Result:
 
 @dataclass(frozen=True)
 class PlanningReport:
-    """All cases."""
-
     microbatches: int
     draws: int
     results: tuple[Result, ...]
 
     def summary(self) -> dict[str, float]:
-        """Return the main figures."""
         of_exact = [result.of_exact for result in self.results]
         speedups = [result.speedup for result in self.results if result.random_step_s is not None]
         return {
@@ -69,7 +66,6 @@ class PlanningReport:
         return json.dumps({**asdict(self), "summary": self.summary()}, indent=1)
 
     def to_text(self) -> str:
-        """Return the summary."""
         head = f"1f1b, {self.microbatches} micro-batches; random is the median of {self.draws} that fit"
         return "\n".join([head, *(f"{name} = {value:.4g}" for name, value in self.summary().items())])
 

@@ -68,11 +68,9 @@ class Differences:
         return any(each.verdict in ("slower", "failed") for each in self.changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {**asdict(self), "regressed": self.regressed}
 
     def to_text(self) -> str:
-        """Return a table for people, changes first."""
         rows = [
             [
                 each.key,

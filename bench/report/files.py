@@ -80,9 +80,7 @@ def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
     compared = [
         {
             "against": title,
-            "group": each.group,
-            "baseline": each.baseline,
-            "speedup": each.speedup,
+            **asdict(each),
             "reduction": each.reduction,
             "interval": each.interval,
         }

@@ -144,7 +144,6 @@ def time_to_accuracy(outcome: EvaluationOutcome) -> str:
 
 
 def links(outcome: EvaluationOutcome) -> str:
-    """Return the set and the measured rates of links."""
     if not outcome.links:
         return ""
     rows = [

@@ -52,7 +52,6 @@ class StepWatch:
         self._last_s = time.monotonic()
 
     def step(self) -> None:
-        """Note the end of a step."""
         now_s = time.monotonic()
         took_s, self._last_s = now_s - self._last_s, now_s
         self._done += 1
@@ -95,7 +94,6 @@ class StepWatch:
         return self._first.at_s, self._last.at_s
 
     def rank_round(self) -> RankRound:
-        """Return what was measured."""
         assert self._first is not None
         assert self._last is not None
         wall_s = self._ended_s - self._began_s - self._paused_s

@@ -16,7 +16,6 @@ from bench.training.workloads import compiled_model, train_whole_steps
 
 
 def train(job: RankJob) -> None:
-    """Do a rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
     claim_gpu(*job.local_rank_and_size)
     train_whole_steps(job)
