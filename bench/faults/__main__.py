@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from bench.faults import soak
-from bench.faults.cases import Fault, Trial, cases
+from bench.faults.cases import Fault, cases
+from bench.faults.jobs import Trial
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

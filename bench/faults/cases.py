@@ -17,10 +17,9 @@ from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
-import psutil
-
 from bench.cluster import network
 from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
+from bench.faults.jobs import Ended, Trial, run_to_end
 from bench.launch.processes import end_left_behind
 
 PHASES = ("pack", "reduce", "update", "flush", "checkpoint")
@@ -29,22 +28,6 @@ LIMIT_S = 90.0  # longer is a hang
 PROMISED_S = 10.0  # after the deadline, or after the fault if that needs no deadline
 _MEMORY = Path("/sys/fs/cgroup/memory")
 _STATE = re.compile(r"^STATE (\w+)$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What happened.
-
-    Attributes:
-        problem: "" if it is what must happen.
-        after_s: From the fault, or from the deadline that it ran into, to the end of the job. If it goes on:
-            the time lost, 0 if that is not measured.
-        output: What the job printed.
-    """
-
-    problem: str
-    after_s: float
-    output: str
 
 
 @dataclass(frozen=True)
@@ -116,15 +99,6 @@ def _hvpipe_run(ranks: int, folder: Path, *options: object) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a job ended, and when."""
-
-    code: int | None  # None: it hung
-    output: str
-    at_s: float
-
-
 def _run(
     command: Sequence[str],
     during: Callable[[subprocess.Popen[str]], None] | None = None,
@@ -137,45 +111,6 @@ def _run(
         **dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}"),
     }
     return run_to_end(command, environ, LIMIT_S, during)
-
-
-def run_to_end(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    limit_s: float,
-    during: Callable[[subprocess.Popen[str]], None] | None = None,
-) -> Ended:
-    """Run a job, with `during` beside it, until it ends or hangs. None of its processes is left."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environ,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            if during is not None:
-                during(process)
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            ended_s = time.time()
-            kill_tree(process)
-        output.seek(0)
-        return Ended(code, output.read(), ended_s)
-
-
-def kill_tree(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    process.kill()
-    process.wait()
 
 
 @contextlib.contextmanager

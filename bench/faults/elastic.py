@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.faults import elastic_job as job
-from bench.faults.cases import Trial, run_to_end
+from bench.faults.jobs import Trial, run_to_end
 
 _LIMIT_S = 240.0
 _TOLERANCE = 1e-5

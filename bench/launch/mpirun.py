@@ -51,9 +51,12 @@ def line(
     cores; it is also needed where a host's CPU time is limited: time spent waiting would be lost for
     computing. `more` are fields of LaunchSpec.
     """
+    # The MPI of the program, which comes after `env` and its settings, may differ from ours.
+    program = next(word for word in command if word != "env" and "=" not in word)
+    mpirun = identify(find_mpirun(program))
+    yields = yields and mpirun.family == "Open MPI"
     spec = LaunchSpec(
-        # The MPI of the program, which comes after `env` and its settings, may differ from ours.
-        identify(find_mpirun(next(word for word in command if word != "env" and "=" not in word))),
+        mpirun,
         ranks,
         tuple(command),
         hosts=tuple(hosts),
