@@ -1,10 +1,344 @@
-"""`python -m bench`, which `hvpipe bench` runs from a checkout."""
+"""The command `hvpipe bench`, or `python -m bench`: run, step, tune, report, advise, compare, readme.
+
+Exit codes: 0 done; 1 some rounds failed or had no hosts, or `compare` found a regression; 2 wrong usage, or
+nothing could be run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
+import os
+import shutil
 import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from bench.command import main
+from bench import tune
+from bench.cluster.spec import cluster_spec, cores_of_rank
+from bench.errors import BenchError
+from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
+from bench.evaluation.journal import Journal
+from bench.evaluation.one_group import add_task_arguments, suite_of
+from bench.evaluation.outcome import EvaluationOutcome
+from bench.evaluation.progress import shown
+from bench.evaluation.read_suite import read_suite, suite_names
+from bench.evaluation.run import Evaluation, RunRound
+from bench.evaluation.software import describe_software
+from bench.evaluation.suite import Group, Suite
+from bench.hosts.rank_benchmark import warn_if_busy
+from bench.launch.termination import ended_by_exception
+from bench.report import modes
+from bench.report.compare import compare
+from bench.report.figures import all_figures
+from bench.report.files import show_figures, write_outputs
+from bench.report.readme import rewrite
+from bench.systems import SYSTEMS, System
+from bench.systems.tuned import keep_tuned
+from hvpipe.errors import HvpipeError
+
+_ROOT = Path(__file__).parents[1]
+
+
+_TOLD = (HvpipeError, OSError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(arguments)
+    try:
+        with ended_by_exception():
+            status: int = options.act(options)
+        return status
+    except _TOLD as error:
+        print(f"hvpipe bench {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; tests/bench/test_command.py freezes its flags."""
+    parser = argparse.ArgumentParser(
+        prog="hvpipe bench",
+        description="Measure native TensorFlow, Horovod and hvpipe side by side.",
+        epilog="exit codes: 0 done; 1 some rounds failed, or compare found a regression; "
+        "2 wrong usage, or nothing could be run or read; 128 + n ended by signal n (130: Ctrl-C)",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a suite, or continue an interrupted one")
+    run.add_argument("suite", metavar="SUITE", help=f"{', '.join(suite_names())}, or a TOML file")
+    run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
+    run.add_argument(
+        "--host-counts", metavar="LIST", help="also run on only the first hosts of --hosts, as in 1,2"
+    )
+    run.add_argument("--rounds", type=int, metavar="N", help="at most N rounds of each system")
+    run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
+    _add_where(run)
+    run.add_argument("--retry-failed", action="store_true", help="run again the cases that failed in DIR")
+    prints = run.add_mutually_exclusive_group()
+    prints.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
+    prints.add_argument("--json", action="store_true", help="print the figures as JSON")
+    run.set_defaults(act=_run)
+    step = commands.add_parser("step", help="measure the step of one task by several systems, in turn")
+    step.add_argument(
+        "--systems",
+        metavar="NAMES",
+        default="single,hvpipe-none,hvpipe-step",
+        help="as in single,hvpipe-step (default: %(default)s)",
+    )
+    step.add_argument("--out", type=Path, metavar="DIR", help="also keep the results and a report there")
+    step.set_defaults(act=_step)
+    tune_ = commands.add_parser("tune", help="find the best settings of a tuned system")
+    tune_.add_argument("--system", choices=list(tune.VALUES), required=True)
+    tune_.add_argument("--keep", action="store_true", help="let the system run with the fastest from now on")
+    tune_.set_defaults(act=_tune)
+    for each in (step, tune_):
+        each.add_argument("--rounds", type=int, default=3, metavar="N", help="of each (default: 3)")
+        add_task_arguments(each)
+        _add_where(each)
+        each.add_argument("--json", action="store_true", help="print the figures as JSON")
+    report = commands.add_parser("report", help="write the report, CSV and JSON of a folder again")
+    report.add_argument("folder", type=Path, metavar="DIR", help="a folder that `run` wrote")
+    report.add_argument("--json", action="store_true", help="print the figures as JSON")
+    report.set_defaults(act=_report)
+    advise = commands.add_parser("advise", help="say which mode to use, and what each would gain at best")
+    advise.add_argument("folder", type=Path, metavar="DIR", help="results.json, or its folder")
+    advise.add_argument("--json", action="store_true", help="as JSON")
+    advise.set_defaults(act=_advise)
+    versus = commands.add_parser("compare", help="find what became slower beyond noise")
+    versus.add_argument("before", type=Path, metavar="BEFORE", help="results.json, or its folder")
+    versus.add_argument("after", type=Path, metavar="AFTER", help="results.json, or its folder")
+    versus.add_argument("--json", action="store_true", help="as JSON")
+    versus.set_defaults(act=_compare)
+    readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
+    readme.add_argument("results", type=Path, metavar="DIR", help="results.json, or its folder")
+    readme.add_argument(
+        "--file", type=Path, default=_ROOT / "bench" / "README.md", metavar="FILE", help="another file"
+    )
+    readme.set_defaults(act=_readme)
+    return parser
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    """Add on which hosts to train, and under which Python."""
+    parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="one virtual cluster for all: 2x1.5gbit, slow-cpu, or a TOML file"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of an operation (default: cores / ranks)"
+    )
+    parser.add_argument(
+        "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    selection = _selection(options) or select_hosts(None)
+    suite = read_suite(options.suite, tuple(SYSTEMS))
+    if options.systems is not None:
+        suite = suite.only_systems(name.strip() for name in options.systems.split(","))
+    if options.rounds is not None:
+        suite = suite.at_most(options.rounds)
+    if options.host_counts is not None:
+        selection = selection.on_counts(options.host_counts)
+    evaluation = _evaluation(suite, selection, options, SYSTEMS)
+    if options.plan:
+        print(evaluation.describe())
+        return 0
+    _require_plots()
+    folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
+    outcome = _measured(evaluation, folder, retry_failed=options.retry_failed)
+    status = _finish(outcome, folder, options.json)
+    if any(each.error for each in outcome.rounds):
+        print(
+            "the same command does not run failed cases again, but with --retry-failed it does",
+            file=sys.stderr,
+        )
+    if _none_installed(outcome):
+        raise BenchError("One of the suite's systems at least should be installed. Received: none")
+    return status
+
+
+def _step(options: argparse.Namespace) -> int:
+    names = [name.strip() for name in options.systems.split(",")]
+    if unknown := sorted(set(names) - set(SYSTEMS)):
+        raise BenchError(f"Systems are {', '.join(SYSTEMS)}. Received: {unknown}")
+    if len(set(names)) < len(names):
+        raise BenchError(f"Each system should be there once. Received: {options.systems}")
+    outcome = _one_group("step", options, {name: SYSTEMS[name] for name in names}, options.out)
+    if options.out is not None:
+        return _finish(outcome, options.out, options.json)
+    print(show_figures(outcome, as_json=options.json))
+    return _status(outcome)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    outcome = _one_group("tune", options, tune.variants(options.system), None)
+    print(show_figures(outcome, as_json=options.json))
+    if (status := _status(outcome)) == 0:
+        best = min(all_figures(outcome), key=lambda row: row.step_s)
+        print(f"fastest: {best.case.system}", file=sys.stderr)
+        if options.keep:
+            place = outcome.setting.cluster(best.case.cluster).description
+            keep_tuned(options.system, tune.tuned(options.system, best, place, options.rounds))
+    return status
+
+
+def _one_group(
+    name: str, options: argparse.Namespace, systems: Mapping[str, System], folder: Path | None
+) -> EvaluationOutcome:
+    """Train the task of the options by the systems in turn. Without a folder nothing is kept."""
+    if folder is not None:
+        _require_plots()
+    selection = _selection(options)
+    if selection is None:
+        ranks = 2 if options.ranks is None else options.ranks
+        if ranks < 1:
+            raise BenchError(f"--ranks should be at least 1. Received: --ranks {ranks}")
+        selection = HostSelection(loopback=True, loopback_ranks=ranks)
+    elif options.ranks is not None:
+        raise BenchError(
+            "--ranks are those of this host alone; a cluster has as many as its slots. "
+            f"Received: --ranks {options.ranks} with --hosts or --cluster"
+        )
+    suite = suite_of(name, options, list(systems), options.rounds)
+    evaluation = _evaluation(suite, selection, options, systems)
+    warn_if_busy()
+    if folder is not None:
+        outcome = _measured(evaluation, folder, retry_failed=True)
+    else:
+        with TemporaryDirectory(prefix="hvpipe-bench-") as kept, shown(evaluation.rounds()) as progress:
+            outcome = evaluation.run(Path(kept), progress)
+    if _none_installed(outcome):
+        raise BenchError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
+    return outcome
+
+
+def _none_installed(outcome: EvaluationOutcome) -> bool:
+    return all(each.skipped and not each.not_up for each in outcome.rounds)
+
+
+def _selection(options: argparse.Namespace) -> HostSelection | None:
+    """Return the hosts or the cluster that the options name; None if they name neither."""
+    if options.hosts is not None and options.cluster is not None:
+        raise BenchError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
+    if options.cluster is not None:
+        return one_cluster(options.cluster)
+    return None if options.hosts is None else select_hosts(options.hosts)
+
+
+def _evaluation(
+    suite: Suite, selection: HostSelection, options: argparse.Namespace, systems: Mapping[str, System]
+) -> Evaluation:
+    """Return the evaluation of a suite on these hosts, under the Python of the options."""
+    from bench.rounds.round import run_round
+
+    if options.threads is not None and options.threads < 1:
+        raise BenchError(f"--threads should be at least 1. Received: --threads {options.threads}")
+    python = _python(options.python)
+    suite = selection.fit(suite).with_threads(options.threads, partial(_cores, selection))
+    used = {name for group in suite.groups for name in group.systems}
+    missing = {
+        name: f"{each.title}: {why}"
+        for name, each in systems.items()
+        if name in used and (why := each.missing(python))
+    }
+    run: RunRound = partial(run_round, python=python, systems=systems)
+    evaluation = Evaluation(suite, selection, run, missing, describe_software(python))
+    print(f"{suite.title}, {evaluation.rounds()} rounds", file=sys.stderr)
+    return evaluation
+
+
+def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> EvaluationOutcome:
+    try:
+        with shown(evaluation.rounds()) as progress:
+            return evaluation.run(folder, progress, retry_failed=retry_failed)
+    except (KeyboardInterrupt, SystemExit):
+        print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
+        raise
+
+
+def _cores(selection: HostSelection, group: Group) -> float:
+    """Return the cores of each rank of a group."""
+    if selection.hosts is not None:
+        return selection.hosts.cores_of_rank()
+    cores = os.cpu_count() or 1
+    return (
+        cores / group.ranks
+        if selection.loopback
+        else cores_of_rank(group.spec or cluster_spec(group.cluster), cores)
+    )
+
+
+def _python(given: str | None) -> str:
+    """Return the absolute path of the Python that trains.
+
+    It is --python, else the one of `make peers`, in which every system runs on the same TensorFlow, else this
+    one.
+    """
+    peers = _ROOT / ".venv-peers" / "bin" / "python"
+    python = given or (str(peers) if peers.exists() else sys.executable)
+    found = shutil.which(python)
+    if found is None:
+        raise BenchError(f"--python should be a Python that runs. Received: {python!r}")
+    return os.path.abspath(found)  # links are not followed: a virtual environment is where its link is
+
+
+def _require_plots() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BenchError("The report needs matplotlib: `pip install '.[bench]'`. Received: not installed")
+
+
+def _report(options: argparse.Namespace) -> int:
+    _require_plots()
+    if not options.folder.is_dir():
+        raise BenchError(f"DIR should be a folder that `run` wrote. Received: {options.folder}")
+    return _finish(_read(options.folder), options.folder, options.json)
+
+
+def _read(path: Path) -> EvaluationOutcome:
+    """Read a folder's journal, which may be newer than its results.json; else a file of results."""
+    kept = Journal.kept_in(path) if path.is_dir() else None
+    return EvaluationOutcome.read(path) if kept is None else kept
+
+
+def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
+    written = write_outputs(outcome, folder)
+    print(show_figures(outcome, as_json=as_json))
+    print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)
+    return _status(outcome)
+
+
+def _status(outcome: EvaluationOutcome) -> int:
+    failed = any(each.error for each in outcome.rounds)
+    return 1 if failed or any(each.not_up for each in outcome.rounds) else 0
+
+
+def _advise(options: argparse.Namespace) -> int:
+    rows = all_figures(_read(options.folder))
+    text = json.dumps(modes.as_json(rows), indent=1) if options.json else modes.describe(rows)
+    if not text:
+        raise BenchError(
+            "Advice needs rounds of single and hvpipe-step on links with a known rate. Received: none"
+        )
+    print(text)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    found = compare(_read(options.before), _read(options.after))
+    print(json.dumps(found.to_json(), indent=1) if options.json else found.to_text())
+    return 1 if found.regressed else 0
+
+
+def _readme(options: argparse.Namespace) -> int:
+    print(f"{options.file}: {rewrite(options.file, _read(options.results))}")
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

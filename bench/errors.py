@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hvpipe.errors import HvpipeError
 
-class ClusterError(RuntimeError):
-    """Raised when hosts, real or virtual, cannot be described, built, reached or used."""
+
+class BenchError(HvpipeError):
+    """A cluster, suite, file or command line that cannot be used."""

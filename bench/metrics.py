@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+
+from bench.errors import BenchError
 
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -33,18 +34,6 @@ def communication_bound_s(gradient_bytes: int, ranks: int, bits_per_s: float | N
     return gradient_bytes * ring_factor(ranks) * 8 / bits_per_s
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean, which suits ratios; NaN of nothing."""
-    if not values:
-        return math.nan
-    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median; NaN of nothing."""
-    return statistics.median(values) if values else math.nan
-
-
 def relative_spread(values: Sequence[float]) -> float:
     """Return half the distance between the quartiles over the median: 0.05 is "within 5 % half the time"."""
     if len(values) < 2:
@@ -56,7 +45,7 @@ def relative_spread(values: Sequence[float]) -> float:
 def sizes(smallest_bytes: int, largest_bytes: int) -> list[int]:
     """Return the sizes of a sweep, each four times the one before. The largest is always included."""
     if smallest_bytes < 4 or largest_bytes < smallest_bytes:
-        raise ValueError(
+        raise BenchError(
             "A sweep needs 4 <= smallest <= largest bytes. "
             f"Received: smallest={smallest_bytes}, largest={largest_bytes}"
         )
@@ -72,7 +61,7 @@ def parse_size(text: str) -> int:
     """Return bytes for "4096", "4K", "256MB" (K, M, G are powers of 1024)."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"A size must be a whole number with K, M, G or nothing. Received: size={text!r}")
+        raise BenchError(f"A size must be a whole number with K, M, G or nothing. Received: size={text!r}")
     return int(match[1]) * _SIZE_UNITS[match[2].upper()]
 
 

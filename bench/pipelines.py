@@ -1,6 +1,6 @@
 """Pipelines of several models on several virtual clusters, compared with other placements and forecasts.
 
-``python -m bench.pipelines --out bench/results/pipelines`` runs `bench.pipeline` on each, writes a JSON file
+``python -m bench.pipelines --out runs/pipelines`` runs `bench.pipeline` on each, writes a JSON file
 for each, and ends with a table. Cases that have a file do not run again.
 """
 
@@ -12,9 +12,10 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
-from bench.cluster.named_clusters import FOLDER
-from bench.metrics import format_time, geometric_mean, table
+from bench.cluster.spec import FOLDER
+from bench.metrics import format_time, table
 from bench.pipeline import __main__ as pipeline
 from bench.pipeline.report import MeasuredPlan, PipelineReport
 
@@ -102,7 +103,6 @@ def _measure(words: list[str]) -> int:
 
 
 def read(folder: Path) -> dict[str, PipelineReport]:
-    """Read the cases of a folder, by name."""
     return {
         file.stem: PipelineReport.from_dict(json.loads(file.read_text()))
         for file in sorted(folder.glob("*.json"))

@@ -31,15 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = rank_benchmark.make_parser(_NAME, "Measure all-reduce bandwidth.")
     parser.add_argument("--min", default="4K", help="smallest buffer (default: 4K)")
     parser.add_argument("--max", default="256M", help="largest buffer (default: 256M)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time per size and contender (default: 2)")
     parser.add_argument(
         "--sample-seconds", type=float, help="minimum length of a sample (default: 0.02; on links 0.3)"
-    )
-    parser.add_argument(
-        "--offset", type=int, default=0, help="bytes from the start of a page to the buffer (default: 0)"
-    )
-    parser.add_argument(
-        "--pool", default="0", help="use buffers of this many bytes in turn, e.g. 128M, to bypass the cache"
     )
     rank_benchmark.add_output_arguments(parser, "sample")
     return parser
@@ -48,34 +41,24 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; see run_command for the exit codes. Results are verified."""
     os.environ.setdefault("OMPI_MCA_coll_tuned_use_dynamic_rules", "1")  # lets mpi-best choose an algorithm
-    return rank_benchmark.run_command(_NAME, _parser(), argv, check=_check, measure=_measure, drive=_drive)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    _sizes(arguments), parse_size(arguments.pool)
+    return rank_benchmark.run_command(_NAME, _parser(), argv, check=_sizes, measure=_measure, drive=_drive)
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
     return tuple(sizes(parse_size(arguments.min), parse_size(arguments.max)))
 
 
-def _measure(arguments: argparse.Namespace, ranks: int) -> AllReduceReport:
-    from bench.all_reduce.worker import AllReduceOptions, measure
+def _measure(arguments: argparse.Namespace) -> AllReduceReport:
+    from bench.all_reduce.worker import measure
 
-    options = AllReduceOptions(
-        sizes_bytes=_sizes(arguments),
-        seconds=arguments.seconds,
-        sample_s=0.02 if arguments.sample_seconds is None else arguments.sample_seconds,
-        offset_bytes=arguments.offset,
-        pool_bytes=parse_size(arguments.pool),
-    )
-    return measure(options, arguments.where, rank_benchmark.say)
+    sample_s = 0.02 if arguments.sample_seconds is None else arguments.sample_seconds
+    return measure(_sizes(arguments), sample_s, arguments.where, rank_benchmark.say)
 
 
 def _drive(arguments: argparse.Namespace, words: list[str]) -> AllReduceReport:
     """Start the ranks here or on a virtual cluster, and add the measured rate of its links."""
     if rank_benchmark.on_this_host(arguments):
-        return AllReduceReport.from_json(rank_benchmark.run_on_this_host(_NAME, arguments, words))
+        return rank_benchmark.run_ranks(_NAME, arguments, words)
     spec = spec_from_arguments(arguments)
     if arguments.sample_seconds is None:
         words = [*words, "--sample-seconds", str(_LINK_SAMPLE_S)]
@@ -83,7 +66,7 @@ def _drive(arguments: argparse.Namespace, words: list[str]) -> AllReduceReport:
         rates = []
         if len(spec.hosts) > 1:
             rates.append(measure_two_way(cluster, spec.hosts[0].name, spec.hosts[-1].name))
-        report = AllReduceReport.from_json(rank_benchmark.run_on_cluster(_NAME, arguments, words, cluster))
+        report = rank_benchmark.run_ranks(_NAME, arguments, words, cluster)
         if len(spec.hosts) > 1:
             rates.append(measure_two_way(cluster, spec.hosts[0].name, spec.hosts[-1].name))
     if not rates:

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from statistics import geometric_mean, median
 
-from bench.metrics import (
-    algorithm_bandwidth,
-    bus_bandwidth,
-    format_size,
-    format_time,
-    geometric_mean,
-    median,
-    relative_spread,
-    table,
-)
+from bench.metrics import algorithm_bandwidth, bus_bandwidth, format_size, format_time, relative_spread, table
 
 LARGE_BYTES = 1 << 20  # from this size on bandwidth counts, below it latency
 LINK_LARGE_BYTES = 4 << 20
@@ -35,8 +26,8 @@ class Row:
     algorithm: str = ""
 
     def seconds(self, contender: str) -> float:
-        """Return the median time of one operation; NaN for a contender that did not run."""
-        return median(self.samples_s.get(contender, []))
+        """Return the median time of one operation."""
+        return median(self.samples_s[contender])
 
     @property
     def speedups(self) -> dict[str, float]:
@@ -62,7 +53,6 @@ class AllReduceReport:
 
     @property
     def contenders(self) -> list[str]:
-        """The names of the contenders."""
         return list(self.rows[0].samples_s) if self.rows else []
 
     def bus(self, row: Row, contender: str) -> float:
@@ -79,7 +69,6 @@ class AllReduceReport:
         return self.bus(row, contender) / algorithm_bandwidth(row.size_bytes, median(row.copy_samples_s))
 
     def summary(self) -> dict[str, float]:
-        """Return the main figures."""
         figures: dict[str, float] = {}
         large = [row for row in self.rows if row.size_bytes >= LARGE_BYTES]
         for who in self.rows[0].speedups if self.rows else ():
@@ -107,23 +96,7 @@ class AllReduceReport:
         data["summary"] = self.summary()
         return json.dumps(data, indent=1)
 
-    @staticmethod
-    def from_json(text: str) -> AllReduceReport:
-        """Read what to_json wrote; derived figures are computed again."""
-        data: dict[str, Any] = json.loads(text)
-        names = ("size_bytes", "samples_s", "copy_samples_s", "algorithm")
-        rows = tuple(Row(**{name: row[name] for name in names if name in row}) for row in data["rows"])
-        return AllReduceReport(
-            data["ranks"],
-            data["where"],
-            data["hosts"],
-            data["mpi"],
-            rows,
-            data["link_bits_per_s"],
-        )
-
     def to_text(self) -> str:
-        """Return the table, then the summary."""
         medium = "copy" if self.link_bits_per_s is None else "link"
         header = ["size"]
         for who in self.contenders:

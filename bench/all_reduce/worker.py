@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -15,30 +14,16 @@ from mpi4py import MPI
 
 from bench.all_reduce import open_mpi
 from bench.all_reduce.report import AllReduceReport, Row
-from bench.metrics import format_size, median, repetitions
+from bench.metrics import format_size, repetitions
 
 Buffer = npt.NDArray[np.float32]
 InPlaceSum = Callable[[Buffer], Any]
 
 _PAGE_BYTES = 4096
-_MOST_BUFFERS = 4096
+_SECONDS = 2.0  # for the samples of a size and contender
 _LEAST_SAMPLES, _MOST_SAMPLES = 5, 50  # of a size
 _PROBES = 3  # operations by which the best algorithm is found, for each algorithm and size
 _PATTERN = 251  # values stay below 2^24 when summed, so float32 is exact in any order
-
-
-@dataclass(frozen=True)
-class AllReduceOptions:
-    """Which sizes, and for how long: samples of each contender until `seconds` are spent on a size.
-
-    Operations shorter than sample_s are timed several at once. Buffers begin offset_bytes after a page.
-    """
-
-    sizes_bytes: tuple[int, ...]
-    seconds: float = 2.0
-    sample_s: float = 0.02
-    offset_bytes: int = 0
-    pool_bytes: int = 0
 
 
 class BestOfMpi:
@@ -51,14 +36,14 @@ class BestOfMpi:
     def __call__(self, buffer: Buffer) -> None:
         self._known[self.chosen].Allreduce(MPI.IN_PLACE, buffer)
 
-    def choose(self, buffers: Iterator[Buffer], options: AllReduceOptions) -> None:
+    def choose(self, buffer: Buffer, sample_s: float) -> None:
         """Time every algorithm, in turns, and take the fastest. All ranks take the same."""
         times: dict[str, list[float]] = {name: [] for name in self._known}
         for _ in range(_PROBES):
             for name in self._known:
                 self.chosen = name
-                count = repetitions(options.sample_s / 4, _sample(self, buffers, 1))
-                times[name].append(_sample(self, buffers, count))
+                count = repetitions(sample_s / 4, _sample(self, buffer, 1))
+                times[name].append(_sample(self, buffer, count))
         self.chosen = min(times, key=lambda name: median(times[name]))
 
 
@@ -74,25 +59,17 @@ def contenders() -> dict[str, InPlaceSum]:
     }
 
 
-def aligned(elements: int, value: float, offset_bytes: int) -> Buffer:
-    """Return an array that starts offset_bytes after a page.
+def aligned(elements: int, value: float) -> Buffer:
+    """Return an array that starts on a page.
 
     On some CPUs a copy between arrays aligned differently modulo 64 is ten times slower. Frameworks align
     their tensors to 64. NumPy aligns to 16, and where in 64 is left to chance.
     """
-    raw = np.empty(elements * 4 + 2 * _PAGE_BYTES, np.uint8)
-    start = -raw.ctypes.data % _PAGE_BYTES + offset_bytes
+    raw = np.empty(elements * 4 + _PAGE_BYTES, np.uint8)
+    start = -raw.ctypes.data % _PAGE_BYTES
     array: Buffer = raw[start : start + elements * 4].view(np.float32)
     array[:] = value
     return array
-
-
-def pool(size_bytes: int, value: float, options: AllReduceOptions) -> Iterator[Buffer]:
-    """Return buffers to use in turn: always the same one, or as many as fill pool_bytes, so that each is
-    cold.
-    """
-    count = max(1, min(_MOST_BUFFERS, options.pool_bytes // size_bytes))
-    return cycle([aligned(size_bytes // 4, value, options.offset_bytes) for _ in range(count)])
 
 
 def expected_and_mine(elements: int, rank: int, ranks: int) -> tuple[Buffer, Buffer]:
@@ -118,52 +95,57 @@ def verify(operation: InPlaceSum, name: str, size_bytes: int) -> None:
         )
 
 
-def _sample(operation: InPlaceSum, buffers: Iterator[Buffer], times: int) -> float:
+def _sample(operation: InPlaceSum, buffer: Buffer, times: int) -> float:
     """Return the seconds of one operation on the slowest rank, averaged over `times` back to back."""
     world = MPI.COMM_WORLD
     world.Barrier()
     start = time.perf_counter()
     for _ in range(times):
-        operation(next(buffers))
+        operation(buffer)
     mine = (time.perf_counter() - start) / times
     return float(world.allreduce(mine, op=MPI.MAX))
 
 
-def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], options: AllReduceOptions) -> Row:
+def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], sample_s: float) -> Row:
     """Verify each contender, then take samples of them and of a plain copy in turn."""
     # Sums of zeros stay zeros. Memory is touched before it is timed.
-    buffers, targets = pool(size_bytes, 0, options), pool(size_bytes, 1, options)
+    buffer, target = aligned(size_bytes // 4, 0), aligned(size_bytes // 4, 1)
     best = operations["mpi-best"]
     assert isinstance(best, BestOfMpi)
-    best.choose(buffers, options)
+    best.choose(buffer, sample_s)
     for name, operation in operations.items():
         verify(operation, name, size_bytes)
-    turns: dict[str, InPlaceSum] = {**operations, "copy": lambda source: np.copyto(next(targets), source)}
-    times = {name: repetitions(options.sample_s, _sample(each, buffers, 1)) for name, each in turns.items()}
+    turns: dict[str, InPlaceSum] = {**operations, "copy": lambda source: np.copyto(target, source)}
+    times = {name: repetitions(sample_s, _sample(each, buffer, 1)) for name, each in turns.items()}
     samples: dict[str, list[float]] = {name: [] for name in turns}
     world = MPI.COMM_WORLD
-    deadline = time.perf_counter() + options.seconds * len(operations)
+    deadline = time.perf_counter() + _SECONDS * len(operations)
     for count in range(_MOST_SAMPLES):
         late = world.bcast(time.perf_counter() > deadline)  # rank 0 decides for all
         if count >= _LEAST_SAMPLES and late:
             break
         for name, operation in turns.items():
-            samples[name].append(_sample(operation, buffers, times[name]))
+            samples[name].append(_sample(operation, buffer, times[name]))
     copies = samples.pop("copy")
     for name, operation in operations.items():
         verify(operation, name, size_bytes)
     return Row(size_bytes, samples, copies, best.chosen)
 
 
-def measure(options: AllReduceOptions, where: str, say: Callable[[str], None]) -> AllReduceReport:
-    """Measure every size in turn. All ranks call this and get the report. `say` is called on rank 0."""
+def measure(
+    sizes_bytes: Sequence[int], sample_s: float, where: str, say: Callable[[str], None]
+) -> AllReduceReport:
+    """Measure every size in turn. All ranks call this and get the report. `say` is called on rank 0.
+
+    Operations shorter than `sample_s` are timed several at once.
+    """
     world = MPI.COMM_WORLD
     operations = contenders()
     rows = []
-    for size_bytes in options.sizes_bytes:
+    for size_bytes in sizes_bytes:
         if world.rank == 0:
             say(f"{format_size(size_bytes)} ...")
-        rows.append(measure_size(size_bytes, operations, options))
+        rows.append(measure_size(size_bytes, operations, sample_s))
     version = MPI.Get_library_version().split(",")[0].strip()
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
     return AllReduceReport(world.size, where, hosts, version, tuple(rows))

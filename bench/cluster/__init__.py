@@ -2,6 +2,6 @@
 
 from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
 from bench.cluster.virtual_cluster import VirtualCluster, clean_up
-from bench.errors import ClusterError
+from bench.errors import BenchError
 
-__all__ = ["ClusterError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]
+__all__ = ["BenchError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]

@@ -12,7 +12,8 @@ from bench.cluster.link_rate import measure_two_way
 from bench.cluster.spec import add_spec_arguments, equal_hosts, format_rate, spec_from_arguments
 from bench.cluster.state import all_states, read_state
 from bench.cluster.virtual_cluster import VirtualCluster, clean_up
-from bench.errors import ClusterError
+from bench.errors import BenchError
+from hvpipe.errors import HvpipeError
 
 DEFAULT_NAME = "hv"
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.act(arguments)
         return status
-    except ClusterError as error:
+    except HvpipeError as error:
         print(f"bench.cluster: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -74,7 +75,7 @@ def _up(arguments: argparse.Namespace) -> int:
 def _words(command: list[str]) -> list[str]:
     words = command[1:] if command[:1] == ["--"] else command
     if not words:
-        raise ClusterError("Give the command to run after `--`. Received: nothing")
+        raise BenchError("Give the command to run after `--`. Received: nothing")
     return words
 
 
@@ -93,7 +94,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     cluster = VirtualCluster.attach(arguments.name)
     hosts = arguments.between or [host.name for host in cluster.spec.hosts[:2]]
     if len(hosts) != 2:
-        raise ClusterError(f"A link is measured between two hosts. Received: {' '.join(hosts)}")
+        raise BenchError(f"A link is measured between two hosts. Received: {' '.join(hosts)}")
     print(measure_two_way(cluster, hosts[0], hosts[1], seconds=arguments.seconds).describe())
     return 0
 
@@ -122,7 +123,7 @@ def _down(arguments: argparse.Namespace) -> int:
     for name in names:
         known = any(state.name == name for state in all_states())
         if known and read_state(name).owner_alive:
-            raise ClusterError(
+            raise BenchError(
                 f"Process {read_state(name).owner_pid} holds the cluster: end the process first. "
                 f"Received: name={name!r}"
             )

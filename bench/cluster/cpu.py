@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from bench.cluster.spec import ClusterSpec
-from bench.errors import ClusterError
+from bench.errors import BenchError
 
 _PERIOD_US = 20_000  # short, so that a slow host is slow all the time instead of stopping for long
 
@@ -30,7 +30,7 @@ def build(cluster: str, spec: ClusterSpec) -> None:
         return
     top = group(cluster)
     if top is None:
-        raise ClusterError(
+        raise BenchError(
             "Limiting a host's CPU time needs the cgroup cpu controller, version 1 or 2; none is mounted. "
             f"Received: cpus={limited[0].cpus} for host {limited[0].name}"
         )
@@ -43,7 +43,7 @@ def build(cluster: str, spec: ClusterSpec) -> None:
             directory.mkdir(exist_ok=True)
             _set_quota(directory, host.cpus)
     except OSError as error:
-        raise ClusterError(
+        raise BenchError(
             f"The cgroup {top} cannot be set up ({error}). Run on the machine itself, not in an unprivileged "
             "container, or leave `cpus` out."
         ) from error
@@ -80,7 +80,7 @@ def remove(cluster: str, patience_s: float = 2.0) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ClusterError(
+                raise BenchError(
                     f"The cgroup {top} cannot be removed after {patience_s:g} s: {error}."
                 ) from error
             time.sleep(0.05)

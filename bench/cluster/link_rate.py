@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.errors import ClusterError
+from bench.errors import BenchError
 
 if TYPE_CHECKING:
     from bench.hosts.real_hosts import Hosts
@@ -31,7 +31,6 @@ class TwoWayRate:
         return (self.forward_bits_per_s + self.backward_bits_per_s) / 2
 
     def describe(self) -> str:
-        """Describe the rate in one line."""
         return (
             f"{self.bits_per_s / 1e6:.1f} Mb/s each way with both ways busy "
             f"({self.forward_bits_per_s / 1e6:.1f} there, {self.backward_bits_per_s / 1e6:.1f} back)"
@@ -70,11 +69,9 @@ def _retry(cluster: Hosts, host: str, command: list[str], timeout_s: float) -> s
         try:
             result = cluster.execute(host, command, timeout_s=timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise ClusterError(
-                f"`{' '.join(command)}` in {host} did not end within {timeout_s:g} s"
-            ) from error
+            raise BenchError(f"`{' '.join(command)}` in {host} did not end within {timeout_s:g} s") from error
         if result.returncode == 0:
             return result.stdout
         if time.monotonic() > deadline:
-            raise ClusterError(f"`{' '.join(command)}` in {host} failed: {result.stderr or result.stdout}")
+            raise BenchError(f"`{' '.join(command)}` in {host} failed: {result.stderr or result.stdout}")
         time.sleep(0.1)

@@ -7,10 +7,11 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from bench.cluster.spec import ClusterSpec
-from bench.errors import ClusterError
+from bench.errors import BenchError
 
 SUBNET = "10.77.0.0/24"
 _NAMES = Path("/etc/netns")
@@ -24,9 +25,9 @@ _TOOLS = {
 
 
 def require_privileges() -> None:
-    """Raise ClusterError, which says what to do, if namespaces cannot be made."""
+    """Raise BenchError, which says what to do, if namespaces cannot be made."""
     if os.geteuid() != 0:
-        raise ClusterError(
+        raise BenchError(
             "A virtual cluster needs root: it makes network namespaces and limits their links. "
             "Run it with sudo, or measure on plain loopback with --ranks. "
             f"Received: uid={os.geteuid()}"
@@ -34,7 +35,7 @@ def require_privileges() -> None:
     missing = {tool: package for tool, package in _TOOLS.items() if shutil.which(tool) is None}
     if missing:
         packages = " ".join(sorted(set(missing.values())))
-        raise ClusterError(
+        raise BenchError(
             f"A virtual cluster needs {', '.join(_TOOLS)} on PATH. Received: no {', '.join(missing)}. "
             f"On Debian or Ubuntu: apt-get install {packages}"
         )
@@ -46,7 +47,6 @@ def namespace(cluster: str, host: str) -> str:
 
 
 def address(index: int) -> str:
-    """Return the address of the host with that index."""
     return f"10.77.0.{index + 1}"
 
 
@@ -95,8 +95,8 @@ def _limit(inside: str, device: str, bits_per_s: float) -> None:
             "tc", "-n", inside, "qdisc", "add", "dev", device, "root",
             "tbf", "rate", rate, "burst", "256kb", "latency", "20ms",
         )  # fmt: skip
-    except ClusterError as error:
-        raise ClusterError(
+    except BenchError as error:
+        raise BenchError(
             f"{error} The kernel may lack the token bucket filter: try `modprobe sch_tbf`, or a cluster "
             "without rates."
         ) from error
@@ -110,7 +110,6 @@ def existing_namespaces(cluster: str) -> list[str]:
 
 
 def processes(cluster: str) -> list[int]:
-    """Return the processes that run inside the cluster's hosts."""
     found: list[int] = []
     for name in existing_namespaces(cluster):
         result = subprocess.run(
@@ -127,7 +126,7 @@ def remove(cluster: str) -> None:
         _call("ip", "netns", "del", name)
     for directory in _NAMES.glob(f"{cluster}-*"):
         shutil.rmtree(directory, ignore_errors=True)
-    if _NAMES.is_dir() and not any(_NAMES.iterdir()):
+    with suppress(OSError):  # others have names there, or another process was first
         _NAMES.rmdir()
 
 
@@ -150,8 +149,8 @@ def _call(*command: str) -> str:
     try:
         result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired as error:
-        raise ClusterError(f"`{' '.join(command)}` did not end within {error.timeout:g} s.") from error
+        raise BenchError(f"`{' '.join(command)}` did not end within {error.timeout:g} s.") from error
     if result.returncode != 0:
         said = result.stderr.strip() or f"exit status {result.returncode}"
-        raise ClusterError(f"`{' '.join(command)}` failed: {said}.")
+        raise BenchError(f"`{' '.join(command)}` failed: {said}.")
     return result.stdout

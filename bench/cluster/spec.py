@@ -6,22 +6,19 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from bench.errors import BenchError
+from hvpipe.config_file import Table, read_document
 
-from bench.errors import ClusterError
+FOLDER = Path(__file__).parents[1] / "clusters"
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(bit|kbit|mbit|gbit)")
 _UNIT_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _HOST_NAME = re.compile(r"[a-z][a-z0-9]{0,14}")
-_HOST_KEYS = {"name", "rate", "cpus", "slots"}
+_EQUAL = re.compile(r"(\d+)x([\w.]+)")
 
 
 def parse_rate(text: str) -> float | None:
@@ -30,7 +27,7 @@ def parse_rate(text: str) -> float | None:
         return None
     match = _RATE.fullmatch(text.strip().lower())
     if match is None or float(match[1]) == 0:
-        raise ClusterError(
+        raise BenchError(
             "A link rate must be a number above 0 with kbit, mbit or gbit, or 'unlimited'. "
             f"Received: rate={text!r}"
         )
@@ -58,14 +55,14 @@ class HostSpec:
 
     def __post_init__(self) -> None:
         if not _HOST_NAME.fullmatch(self.name) or self.name == "switch":
-            raise ClusterError(
+            raise BenchError(
                 "A host's name must be lower-case letters and digits, at most 15, starting with a letter, "
                 f"and not 'switch'. Received: name={self.name!r}"
             )
         if self.cpus is not None and not self.cpus > 0:
-            raise ClusterError(f"A host's CPU time must be above 0 cores. Received: cpus={self.cpus!r}")
+            raise BenchError(f"A host's CPU time must be above 0 cores. Received: cpus={self.cpus!r}")
         if self.slots < 1:
-            raise ClusterError(f"A host must have at least one slot. Received: slots={self.slots!r}")
+            raise BenchError(f"A host must have at least one slot. Received: slots={self.slots!r}")
 
 
 @dataclass(frozen=True)
@@ -77,9 +74,9 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]
         if not 1 <= len(names) <= 200:
-            raise ClusterError(f"A cluster must have 1 to 200 hosts. Received: hosts={len(names)}")
+            raise BenchError(f"A cluster must have 1 to 200 hosts. Received: hosts={len(names)}")
         if len(set(names)) != len(names):
-            raise ClusterError(f"Hosts' names must differ. Received: names={names}")
+            raise BenchError(f"Hosts' names must differ. Received: names={names}")
 
     @property
     def slots(self) -> int:
@@ -102,12 +99,10 @@ class ClusterSpec:
         return f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}: {', '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the spec as plain JSON types."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ClusterSpec:
-        """Return the spec that to_json wrote."""
         return ClusterSpec(tuple(HostSpec(**host) for host in data["hosts"]))
 
 
@@ -121,38 +116,49 @@ def equal_hosts(
 
 def read_spec(path: Path) -> ClusterSpec:
     """Read a cluster from TOML: an optional table [defaults], and one table [[host]] for each host."""
-    try:
-        data = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ClusterError(
-            f"A cluster's TOML file must be readable. Received: {path} ({error.strerror})"
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ClusterError(f"{path} must be TOML. Received: {error}") from error
-    defaults, tables = data.pop("defaults", {}), data.pop("host", [])
-    if data or not isinstance(tables, list) or not tables:
-        raise ClusterError(
-            f"{path} must hold [[host]] tables and at most one [defaults]. "
-            f"Received: keys={sorted(data) or tables}"
-        )
-    return ClusterSpec(tuple(_host(path, index, {**defaults, **table}) for index, table in enumerate(tables)))
+    whole = read_document(path)
+    whole.allow(("defaults", "host"))
+    common = {"rate": "unlimited", "slots": 1}
+    common |= whole.table("defaults").as_dict() if whole.has("defaults") else {}
+    hosts = []
+    for index, given in enumerate(whole.tables("host")):
+        table = Table({"name": f"h{index}", **common, **given.as_dict()}, given.place)
+        table.allow(("name", "rate", "cpus", "slots"))
+        cpus = table.number("cpus", above=0) if table.has("cpus") else None
+        rate = parse_rate(table.text("rate"))
+        hosts.append(HostSpec(table.text("name"), rate, cpus, table.integer("slots", minimum=1)))
+    return ClusterSpec(tuple(hosts))
 
 
-def _host(path: Path, index: int, table: dict[str, Any]) -> HostSpec:
-    unknown = sorted(set(table) - _HOST_KEYS)
-    if unknown:
-        raise ClusterError(
-            f"{path}: a host has the keys {sorted(_HOST_KEYS)}. Received: {', '.join(unknown)}"
+def cluster_spec(name: str) -> ClusterSpec:
+    """Return a virtual cluster by name.
+
+    "2x300mbit" is two equal hosts on links of 300 Mb/s, "4xunlimited" is four hosts without limits. Other
+    names are files in bench/clusters/.
+    """
+    if match := _EQUAL.fullmatch(name):
+        return equal_hosts(int(match[1]), match[2])
+    files = {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+    if name not in files:
+        raise BenchError(
+            f"A cluster should be as 2x300mbit, one of {', '.join(files)}, or a TOML file, as in mine.toml. "
+            f"Received: {name!r}"
         )
-    name, rate = table.get("name", f"h{index}"), table.get("rate", "unlimited")
-    cpus, slots = table.get("cpus"), table.get("slots", 1)
-    if not isinstance(name, str) or not isinstance(rate, str):
-        raise ClusterError(f"{path}: name and rate must be text. Received: name={name!r}, rate={rate!r}")
-    if not isinstance(slots, int) or not (cpus is None or isinstance(cpus, (int, float))):
-        raise ClusterError(
-            f"{path}: cpus and slots must be numbers. Received: cpus={cpus!r}, slots={slots!r}"
-        )
-    return HostSpec(name, parse_rate(rate), None if cpus is None else float(cpus), slots)
+    return read_spec(files[name])
+
+
+def named_cluster(text: str, folder: Path) -> tuple[str, ClusterSpec]:
+    """Return a cluster's name in results, and its spec. A TOML file of the user's is relative to `folder`."""
+    if text.endswith(".toml"):
+        path = folder / text
+        return path.name, read_spec(path)
+    return text, cluster_spec(text)
+
+
+def cores_of_rank(spec: ClusterSpec, cores: int) -> float:
+    """Return the cores of each rank on the slowest host. Hosts share this machine's `cores`."""
+    limits = [host.cpus / host.slots for host in spec.hosts if host.cpus is not None]
+    return min([cores / spec.slots, *limits])
 
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,10 +177,9 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> ClusterSpec:
-    """Return the cluster that --spec or --hosts describes."""
     if arguments.spec is not None:
         if arguments.hosts is not None:
-            raise ClusterError(
+            raise BenchError(
                 f"Give --spec or --hosts. Received: spec={arguments.spec}, hosts={arguments.hosts}"
             )
         return read_spec(arguments.spec)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.cluster.spec import ClusterSpec
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from hvpipe.atomic_file import atomic_file
 
 STATE = Path("/run/hvpipe-cluster")
@@ -101,9 +105,8 @@ class ClusterState:
             path.chmod(0o755)
 
     def delete(self) -> None:
-        """Delete the state."""
         shutil.rmtree(self.directory, ignore_errors=True)
-        if STATE.is_dir() and not any(STATE.iterdir()):
+        with suppress(OSError):  # another cluster has a state there, or another process was first
             STATE.rmdir()
 
 
@@ -117,17 +120,20 @@ def process_started(pid: int) -> int:
 
 
 def read_state(name: str) -> ClusterState:
-    """Return the state of the cluster with that name."""
-    path = STATE / name / _FILE
+    try:
+        return _read(STATE / name / _FILE)
+    except OSError as error:
+        known = ", ".join(path.parent.name for path in _files()) or "none"
+        raise BenchError(
+            f"The cluster must be up: `python -m bench.cluster up`. Received: name={name!r}; up: {known}"
+        ) from error
+
+
+def _read(path: Path) -> ClusterState:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
-        raise ClusterError(f"A cluster's state must be JSON: delete {path}. Received: {error}") from error
-    except OSError as error:
-        known = ", ".join(path.parent.name for path in _files()) or "none"
-        raise ClusterError(
-            f"The cluster must be up: `python -m bench.cluster up`. Received: name={name!r}; up: {known}"
-        ) from error
+        raise BenchError(f"A cluster's state must be JSON: delete {path}. Received: {error}") from error
     return ClusterState(
         data["name"], ClusterSpec.from_json(data["spec"]), data["owner_pid"], data["owner_started"]
     )
@@ -135,7 +141,22 @@ def read_state(name: str) -> ClusterState:
 
 def all_states() -> list[ClusterState]:
     """Return every cluster on this machine, including stale ones."""
-    return [read_state(path.parent.name) for path in _files()]
+    found = []
+    for path in _files():
+        with suppress(FileNotFoundError):  # taken down meanwhile
+            found.append(_read(path))
+    return found
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other process is in such a block."""
+    folder = os.open(STATE.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _files() -> list[Path]:

@@ -17,14 +17,13 @@ from pathlib import Path
 from types import TracebackType
 
 from bench.cluster import cpu, network
-from bench.cluster.rank_command import rank_command
 from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
-from bench.cluster.state import ClusterState, all_states, process_started, read_state
-from bench.errors import ClusterError
+from bench.cluster.state import ClusterState, all_states, alone, process_started, read_state
+from bench.errors import BenchError
 from bench.launch import mpirun
 from bench.launch.termination import ended_by_exception, undisturbed
 
-__all__ = ["ClusterError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]
+__all__ = ["BenchError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]
 
 _NAME = re.compile(r"[a-z][a-z0-9]{0,19}")
 
@@ -41,7 +40,7 @@ class VirtualCluster:
         self.name = f"hv{os.getpid()}" if name is None else name
         self._signals = ExitStack()
         if not _NAME.fullmatch(self.name):
-            raise ClusterError(
+            raise BenchError(
                 "A cluster's name must be lower-case letters and digits, at most 20, starting with a letter. "
                 f"Received: name={self.name!r}"
             )
@@ -103,7 +102,7 @@ class VirtualCluster:
                 if state is not None and state.owner_alive
                 else "no owner"
             )
-            raise ClusterError(
+            raise BenchError(
                 f"The cluster must not be in use: end its processes or `python -m bench.cluster down --name "
                 f"{self.name}`. Received: name={self.name!r}, {owner}, {len(running)} processes inside"
             )
@@ -119,15 +118,22 @@ class VirtualCluster:
         return ClusterState(self.name, self.spec, 0, 0).ssh
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs `command` inside a host."""
         names = [each.name for each in self.spec.hosts]
         if host not in names:
-            raise ClusterError(f"The host must be one of {', '.join(names)}. Received: host={host!r}")
+            raise BenchError(f"The host must be one of {', '.join(names)}. Received: host={host!r}")
         return [str(self.directory / "enter"), host, *command]
 
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
         """Return the line by which mpirun starts `command` on `ranks` ranks, from inside the first host."""
-        line = rank_command(self.spec, self.ssh, ranks, command)
+        limited = any(host.cpus is not None for host in self.spec.hosts)
+        line = mpirun.line(
+            ranks,
+            command,
+            self.spec.hosts,
+            yields=limited or mpirun.crowded(ranks),
+            rsh_agent=str(self.ssh),
+            network=network.SUBNET,
+        )
         return self.host_command(self.spec.hosts[0].name, line)
 
     def execute(
@@ -151,7 +157,8 @@ class VirtualCluster:
 
 def clean_up() -> list[str]:
     """Take down every cluster whose owner is gone. Return their names."""
-    stale = [state for state in all_states() if state.stale]
-    for state in stale:
-        VirtualCluster(state.spec, state.name).down()
+    with alone():  # two would remove the same things
+        stale = [state for state in all_states() if state.stale]
+        for state in stale:
+            VirtualCluster(state.spec, state.name).down()
     return [state.name for state in stale]

@@ -7,18 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.cluster.named_clusters import cluster_spec, named_cluster
 from bench.cluster.network import require_privileges
-from bench.cluster.spec import ClusterSpec, HostSpec
+from bench.cluster.spec import ClusterSpec, HostSpec, cluster_spec, named_cluster
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.evaluation.outcome import ClusterFacts
 from bench.evaluation.suite import (
     ANYWHERE,
     LOOPBACK,
     Group,
     Suite,
-    SuiteError,
 )
 from bench.hosts.real_hosts import Hosts, RealHosts
 
@@ -45,21 +43,21 @@ class HostSelection:
     def on_counts(self, text: str) -> HostSelection:
         """Return the same with the host counts of a text such as "1,2,4", and with all hosts.
 
-        SuiteError if there are fewer hosts than a count.
+        BenchError if there are fewer hosts than a count.
         """
         if self.hosts is None:
-            raise SuiteError(f"--host-counts goes with --hosts. Received: --host-counts {text!r} alone")
+            raise BenchError(f"--host-counts goes with --hosts. Received: --host-counts {text!r} alone")
         there = len(self.hosts.spec.hosts)
         words = [word.strip() for word in text.split(",")]
         if not all(word.isdecimal() and 1 <= int(word) <= there for word in words):
-            raise SuiteError(
+            raise BenchError(
                 f"Counts should be numbers from 1 to {there}, the number of --hosts, as in 1,2. "
                 f"Received: --host-counts {text!r}"
             )
         return replace(self, counts=tuple(sorted({*map(int, words), there})))
 
     def fit(self, suite: Suite) -> Suite:
-        """Return the part of the suite that can run here. SuiteError if nothing can."""
+        """Return the part of the suite that can run here. BenchError if nothing can."""
         if self.hosts is not None:
             fitted = self._on_hosts(suite, self.hosts)
         elif self.loopback:
@@ -70,10 +68,10 @@ class HostSelection:
         else:
             fitted = self._without_cpus(suite)
             if any(each.cluster == ANYWHERE for each in fitted.groups):
-                raise SuiteError("Groups without clusters need --hosts or --cluster. Received: neither")
+                raise BenchError("Groups without clusters need --hosts or --cluster. Received: neither")
         if not fitted.groups:
             why = "; ".join((*([self.note] if self.note else []), *fitted.notes))
-            raise SuiteError(f"At least one group should be able to run here. Received: none, {why}")
+            raise BenchError(f"At least one group should be able to run here. Received: none, {why}")
         return fitted
 
     def _on_hosts(self, suite: Suite, hosts: RealHosts) -> Suite:
@@ -149,7 +147,7 @@ def select_hosts(hosts: str | None) -> HostSelection:
         return HostSelection(hosts=real, note=note)
     try:
         return HostSelection(no_cpus=_probe())
-    except ClusterError as error:
+    except BenchError as error:
         return HostSelection(
             loopback=True,
             note=f"on plain loopback, without limits; clusters are left out: {error}",
@@ -157,24 +155,24 @@ def select_hosts(hosts: str | None) -> HostSelection:
 
 
 def one_cluster(text: str) -> HostSelection:
-    """Return one virtual cluster for all of a suite, from a TOML file or a name. ClusterError if it cannot be
+    """Return one virtual cluster for all of a suite, from a TOML file or a name. BenchError if it cannot be
     built.
     """
     named = named_cluster(text, Path())
     limits_cpus = any(host.cpus is not None for host in named[1].hosts)
     if (why := _probe()) and limits_cpus:
-        raise ClusterError(why)
+        raise BenchError(why)
     return HostSelection(cluster=named)
 
 
 def _probe() -> str:
-    """Return why hosts cannot have a part of a CPU, or "". ClusterError if no cluster with rates can be
+    """Return why hosts cannot have a part of a CPU, or "". BenchError if no cluster with rates can be
     built.
     """
     require_privileges()
     try:
         with VirtualCluster(ClusterSpec((replace(_LIMITED, cpus=1.0),))):
             return ""
-    except ClusterError as error:
+    except BenchError as error:
         with VirtualCluster(ClusterSpec((_LIMITED,))):  # root in a container may lack the rights
             return str(error)

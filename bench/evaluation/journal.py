@@ -9,22 +9,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from bench.errors import BenchError
 from bench.evaluation.outcome import EvaluationOutcome, Setting
 from bench.evaluation.software import differences
 from bench.hosts.links import LinkFacts
 from bench.rounds.record import Round
 from hvpipe.atomic_file import atomic_file
+from hvpipe.config_file import fingerprint
 
 FILE = "journal.json"  # not results.json: a folder of kept results is not continued
 
 
-class JournalError(RuntimeError):
-    """Raised for a journal that belongs to another evaluation, or is in use."""
-
-
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder and lock it until the block or the process ends. JournalError if another process has
+    """Make the folder and lock it until the block or the process ends. BenchError if another process has
     it.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +32,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise JournalError(
+                raise BenchError(
                     f"One evaluation at a time may run in a folder. Received: {folder}, in use by another"
                 ) from error
         yield
@@ -46,7 +44,7 @@ class Journal:
     """Keeps an evaluation in a folder. Whenever this process ends, the file is complete."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
-        """Begin, or continue a journal of the same plan. JournalError if the plan is another."""
+        """Begin, or continue a journal of the same plan. BenchError if the plan is another."""
         self._path = folder / FILE
         folder.mkdir(parents=True, exist_ok=True)
         kept = self.kept_in(folder)
@@ -60,11 +58,9 @@ class Journal:
         return EvaluationOutcome.read(folder / FILE) if (folder / FILE).exists() else None
 
     def add_round(self, finished: Round) -> None:
-        """Append a round."""
         self._write(replace(self.outcome, rounds=(*self.outcome.rounds, finished)))
 
     def add_links(self, found: list[LinkFacts]) -> None:
-        """Append the measured links of a cluster."""
         self._write(replace(self.outcome, links=(*self.outcome.links, *found)))
 
     def forget_not_up(self) -> None:
@@ -85,24 +81,19 @@ class Journal:
 
 
 def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:
-    if there.plan != wanted.plan:
-        raise JournalError(
-            f"{folder} holds the results of another plan (suite {there.suite!r}, of {there.started}): "
-            f"continue with that one, or give another --out. Received: suite {wanted.suite!r}"
-        )
-    if there.clusters != wanted.clusters:
-        began, now = ("; ".join(each.description for each in of.clusters) for of in (there, wanted))
-        raise JournalError(
-            f"{folder} was begun on other hosts ({began}): give another --out. Received: {now}"
-        )
-    if there.machine.cpu != wanted.machine.cpu or there.machine.cores != wanted.machine.cores:
-        raise JournalError(
-            f"{folder} was begun on another machine ({there.machine.describe()}): give another --out. "
-            f"Received: {wanted.machine.describe()}"
-        )
-    before, now = ({"hvpipe bench": of.machine.hvpipe, **of.software} for of in (there, wanted))
+    """Raise BenchError, which names what differs, if figures of both should not be mixed."""
+    before, now = (
+        {
+            "plan": f"{fingerprint(of.plan)} of suite {of.suite!r}",
+            "on": "; ".join(each.description for each in of.clusters),
+            "CPU": f"{of.machine.cpu}, {of.machine.cores} cores,",
+            "hvpipe bench": of.machine.hvpipe,
+            **of.software,
+        }
+        for of in (there, wanted)
+    )
     if changed := differences(before, now):
-        raise JournalError(
-            f"{folder} was begun with other software, whose figures should not be mixed with new ones: "
-            f"give another --out, or use the software that it was begun with. Received: {', '.join(changed)}"
+        raise BenchError(
+            f"{folder} was begun with another plan, hosts, machine or software, whose figures should not be "
+            f"mixed with new ones: give another --out. Received: {', '.join(changed)}"
         )

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.evaluation.suite import ANYWHERE, Group, Suite, SuiteError
+from bench.errors import BenchError
+from bench.evaluation.suite import ANYWHERE, Group, Suite
 from bench.rounds.record import AUTO_THREADS, Task
 from bench.training.workloads import WORKLOADS, check
 
@@ -25,26 +26,23 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def suite_of(name: str, options: argparse.Namespace, systems: Sequence[str], rounds: int) -> Suite:
-    """Return the task of the options as a suite, with these systems in turn. SuiteError for wrong options."""
+    """Return the task of the options as a suite, with these systems in turn. BenchError for wrong options."""
     shares = options.shares.split(",") if options.shares else []
     if not all(word.strip().isdecimal() for word in shares):
-        raise SuiteError(f"--shares should be whole numbers, as in 11,5. Received: {options.shares!r}")
-    try:
-        task = Task(
-            workload=options.workload,
-            batch=options.batch,
-            pixels=options.pixels,
-            threads=AUTO_THREADS,
-            warm_up=options.warm_up,
-            steps=options.steps,
-            seed=options.seed,
-            shares=tuple(map(int, shares)),
-            epochs=options.epochs,
-        )
-        check(replace(task, threads=1))
-    except ValueError as error:
-        raise SuiteError(str(error)) from error
+        raise BenchError(f"--shares should be whole numbers, as in 11,5. Received: {options.shares!r}")
+    task = Task(
+        workload=options.workload,
+        batch=options.batch,
+        pixels=options.pixels,
+        threads=AUTO_THREADS,
+        warm_up=options.warm_up,
+        steps=options.steps,
+        seed=options.seed,
+        shares=tuple(map(int, shares)),
+        epochs=options.epochs,
+    )
+    check(replace(task, threads=1))
     if rounds < 1:
-        raise SuiteError(f"--rounds should be at least 1. Received: --rounds {rounds}")
+        raise BenchError(f"--rounds should be at least 1. Received: --rounds {rounds}")
     group = Group(task, ANYWHERE, 1, tuple(systems), rounds)
     return Suite(name, f"{options.workload}, {len(systems)} in turn", (group,))

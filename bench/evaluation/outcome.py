@@ -7,13 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.errors import BenchError
 from bench.hosts.hardware import HostHardware
 from bench.hosts.links import LinkFacts
 from bench.rounds.record import FORMAT, Round
-
-
-class OutcomeError(ValueError):
-    """Raised for a file that does not hold the outcome of an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,6 @@ class Setting:
     software: dict[str, str] = field(default_factory=dict)
 
     def cluster(self, name: str) -> ClusterFacts:
-        """Return the cluster of that name."""
         return next(each for each in self.clusters if each.name == name)
 
 
@@ -67,20 +63,18 @@ class EvaluationOutcome:
 
     @staticmethod
     def from_json(text: str) -> EvaluationOutcome:
-        """Read what to_json returned. OutcomeError for other texts."""
+        """Read what to_json returned. BenchError for other texts."""
         try:
             data = json.loads(text)
             if data["format"] != FORMAT:
-                raise OutcomeError(f"Results should be of format {FORMAT}. Received: {data['format']!r}")
+                raise BenchError(f"Results should be of format {FORMAT}. Received: {data['format']!r}")
             return EvaluationOutcome(
                 _setting_from_dict(data["setting"]),
                 tuple(Round.from_dict(each) for each in data["rounds"]),
                 tuple(LinkFacts.from_dict(each) for each in data["links"]),
             )
-        except OutcomeError:
-            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise OutcomeError(
+            raise BenchError(
                 f"Results should be as `hvpipe bench run` writes them. Received: {error!r}"
             ) from error
 
@@ -91,9 +85,9 @@ class EvaluationOutcome:
         try:
             return EvaluationOutcome.from_json(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise OutcomeError(f"Results should be a file that can be read. Received: {file}") from error
-        except OutcomeError as error:
-            raise OutcomeError(f"{file}: {error}") from error
+            raise BenchError(f"Results should be a file that can be read. Received: {file}") from error
+        except BenchError as error:
+            raise BenchError(f"{file}: {error}") from error
 
 
 def _setting_from_dict(data: dict[str, Any]) -> Setting:

@@ -27,7 +27,6 @@ class EvaluationProgress:
         return f"{said}, {format_left(mean_s * (self._rounds - self._done))} left"
 
     def done(self) -> None:
-        """Count a round as done."""
         self._done += 1
 
     def leave_out(self, rounds: int) -> None:
@@ -35,11 +34,9 @@ class EvaluationProgress:
         self._rounds -= rounds
 
     def working_on(self, what: str) -> None:
-        """Show what is being done."""
         self.say(f"[{self.describe()}] {what}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
         print(text, file=self._out, flush=True)
 
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-from bench.errors import ClusterError
 from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import Journal, alone_in
 from bench.evaluation.outcome import EvaluationOutcome, Setting
@@ -20,9 +19,10 @@ from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.hardware import describe_hardware
 from bench.hosts.real_hosts import Hosts
-from bench.metrics import format_time, median
+from bench.metrics import format_time
 from bench.rounds.record import NOT_UP, Case, Round, Task
 from bench.rounds.timed_steps import counted
+from hvpipe.errors import HvpipeError
 
 RunRound = Callable[[Case, int, "Hosts | None", float], Round]
 """Runs one round of a case: case, number, hosts, seconds until it is ended."""
@@ -67,33 +67,15 @@ class Evaluation:
         """Return the number of rounds of all groups."""
         return sum(len(group.turns()) for group in self._suite.groups)
 
-    def plan(self) -> dict[str, Any]:
-        """Return JSON values: each group, and why systems are skipped."""
-        asked = {system for group in self._suite.groups for system in group.systems}
-        groups = [
-            {
-                "name": group.name,
-                "systems": list(group.systems),
-                "rounds": group.rounds,
-                "task": group.task.describe([group.rounds_of(system) for system in group.systems]),
-            }
-            for group in self._suite.groups
-        ]
-        return {
-            "note": self._selection.note,
-            "notes": list(self._suite.notes),
-            "groups": groups,
-            "skipped": {system: why for system, why in self._missing.items() if system in asked},
-        }
-
     def describe(self) -> str:
-        """Return the plan for people, a line for each group."""
-        plan = self.plan()
-        lines = [*([plan["note"]] if plan["note"] else []), *plan["notes"]]
-        lines += [
-            f"{group['name']}: {len(group['systems'])} systems, {group['task']}" for group in plan["groups"]
-        ]
-        return "\n".join([*lines, *(f"skipped: {why}" for why in plan["skipped"].values())])
+        """Return what would run, a line for each group, and why systems are skipped."""
+        lines = [*([self._selection.note] if self._selection.note else []), *self._suite.notes]
+        for group in self._suite.groups:
+            task = group.task.describe([group.rounds_of(system) for system in group.systems])
+            lines.append(f"{group.name}: {len(group.systems)} systems, {task}")
+        asked = {system for group in self._suite.groups for system in group.systems}
+        lines += [f"skipped: {why}" for system, why in self._missing.items() if system in asked]
+        return "\n".join(lines)
 
     def run(
         self, folder: Path, progress: EvaluationProgress, *, retry_failed: bool = False
@@ -137,12 +119,14 @@ class Evaluation:
                     journal.add_round(finished)
                     progress.done()
                     progress.say(_line(finished))
-        except ClusterError as error:
+        except HvpipeError as error:
+            outcome = journal.outcome
+            left = [turn for turn in left if not _done(outcome, *turn) and not _gave_up(outcome, turn[1])]
             for number, case in left:
-                if not _done(journal.outcome, number, case) and not _gave_up(journal.outcome, case):
-                    journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
-                    progress.leave_out(1)
-            progress.say(f"{group.name}: not run, {NOT_UP}{error}")
+                journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
+                progress.leave_out(1)
+            said = f"not run, {NOT_UP}{error}" if left else f"measured; its hosts could not be ended: {error}"
+            progress.say(f"{group.name}: {said}")
 
     def _round(self, case: Case, number: int, hosts: Hosts | None, timeout_s: float) -> Round:
         """Run a round. Every failure of a system ends up in the round."""
@@ -183,7 +167,6 @@ def _gave_up(outcome: EvaluationOutcome, case: Case) -> bool:
 
 
 def _line(finished: Round) -> str:
-    """Describe a round in one line."""
     if not finished.ok:
         return f"{finished.case.key}: {'skipped' if finished.skipped else 'failed'}, {finished.why}"
     step_s = max(median(counted(finished.case.task, rank.step_s)) for rank in finished.ranks)

@@ -52,13 +52,15 @@ def _versions(python: str) -> dict[str, str]:
 
 
 def _commit(checkout: Path) -> str:
-    """Return the last commit of the measured files, with a digest of changes since; "" without git."""
+    """Return the last commit of the measured files, a digest of changes and new files; "" without git."""
     try:
         last = _git(checkout, "log", "-1", "--format=%h")
-        changes = _git(checkout, "diff", "HEAD")
+        changes = _git(checkout, "diff", "HEAD").encode()
+        for name in _git(checkout, "ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]:
+            changes += name.encode() + (checkout / name).read_bytes()
     except (OSError, subprocess.SubprocessError):
         return ""
-    digest = hashlib.blake2b(changes.encode(), digest_size=4).hexdigest()
+    digest = hashlib.blake2b(changes, digest_size=4).hexdigest()
     return f"{last} with changes {digest}" if changes else last
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from bench.cluster.spec import ClusterSpec
+from bench.errors import BenchError
 from bench.rounds.record import Case, Task
 from bench.systems import SYSTEMS
 from bench.training.workloads import trained_examples
@@ -18,10 +19,6 @@ from hvpipe.forecast.data_parallel import whole_shares
 ANYWHERE = "hosts"  # the cluster of groups that name none
 LOOPBACK = "loopback"  # the cluster that is this machine alone
 _LEAST_STEPS = 4  # per epoch
-
-
-class SuiteError(ValueError):
-    """Raised for a suite that cannot be read or run."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,12 @@ class Group:
         return self.case(self.systems[0]).group
 
     def case(self, system: str) -> Case:
-        """Return the case of one of the systems."""
         task = self.task
         if system in SYSTEMS and not task.epochs:
             task = replace(task, steps=max(task.steps, SYSTEMS[system].least_steps))
         return Case(system, self.cluster, self.ranks, task, self.scaling)
 
     def rounds_of(self, system: str) -> int:
-        """Return the number of rounds that a system takes part in."""
         return 1 if system in self.once else self.rounds
 
     def turns(self) -> list[tuple[int, Case]]:
@@ -87,7 +82,7 @@ class Suite:
         wanted = set(names)
         known = dict.fromkeys(name for group in self.groups for name in group.systems)
         if unknown := sorted(wanted - set(known)):
-            raise SuiteError(f"Systems of this suite are {', '.join(known)}. Received: {unknown}")
+            raise BenchError(f"Systems of this suite are {', '.join(known)}. Received: {unknown}")
         groups = []
         for group in self.groups:
             kept = tuple(name for name in group.systems if name in wanted)
@@ -99,7 +94,7 @@ class Suite:
     def at_most(self, rounds: int) -> Suite:
         """Return the same with no more than `rounds` rounds of a system."""
         if rounds < 1:
-            raise SuiteError(f"A system has at least one round. Received: {rounds}")
+            raise BenchError(f"A system has at least one round. Received: {rounds}")
         groups = (replace(group, rounds=min(group.rounds, rounds)) for group in self.groups)
         return replace(self, groups=tuple(groups))
 
@@ -119,7 +114,7 @@ class Suite:
         for group in self.groups:
             try:
                 task = _task_on(group, ranks, spec)
-            except SuiteError as error:
+            except BenchError as error:
                 notes.append(f"{group.name} is left out: {error}")
                 continue
             moved = replace(group, cluster=cluster, ranks=ranks, task=task, spec=spec)
@@ -135,9 +130,9 @@ class Suite:
 
 
 def batch_of_rank(batch: int, ranks: int) -> int:
-    """Return a rank's part of a whole step's batch. SuiteError if it is no whole number."""
+    """Return a rank's part of a whole step's batch. BenchError if it is no whole number."""
     if batch % ranks:
-        raise SuiteError(
+        raise BenchError(
             f"With strong scaling the batch is the whole step's, and {ranks} ranks should share it evenly. "
             f"Received: batch={batch}"
         )
@@ -145,7 +140,7 @@ def batch_of_rank(batch: int, ranks: int) -> int:
 
 
 def _task_on(group: Group, ranks: int, spec: ClusterSpec | None) -> Task:
-    """Return what a group trains on `ranks` ranks. SuiteError if it cannot."""
+    """Return what a group trains on `ranks` ranks. BenchError if it cannot."""
     task = group.task
     if group.scaling == "strong":
         task = replace(task, batch=batch_of_rank(task.batch * group.ranks, ranks))
@@ -153,7 +148,7 @@ def _task_on(group: Group, ranks: int, spec: ClusterSpec | None) -> Task:
         task = replace(task, batch=min(task.batch, trained_examples(task.workload) // (_LEAST_STEPS * ranks)))
     if group.by_speed:
         if spec is None:
-            raise SuiteError("its shares follow from the CPU limits of a virtual cluster")
+            raise BenchError("its shares follow from the CPU limits of a virtual cluster")
         task = replace(task, shares=shares_by_speed(task.batch, spec))
     require_ranks(task, ranks)
     return task
@@ -166,15 +161,15 @@ def shares_by_speed(batch: int, spec: ClusterSpec) -> tuple[int, ...]:
 
 
 def require_ranks(task: Task, ranks: int) -> None:
-    """Raise SuiteError if `ranks` ranks cannot train a task."""
+    """Raise BenchError if `ranks` ranks cannot train a task."""
     if task.shares and len(task.shares) != ranks:
-        raise SuiteError(f"shares should have one for each of {ranks} ranks. Received: {list(task.shares)}")
+        raise BenchError(f"shares should have one for each of {ranks} ranks. Received: {list(task.shares)}")
     together = sum(task.shares) or task.batch * ranks
     if not task.epochs:
         return
     examples = trained_examples(task.workload)
     if together == 0 or task.epochs * (examples // together) <= task.warm_up:
-        raise SuiteError(
+        raise BenchError(
             f"epochs of {examples} examples should have more steps than the warm-up's {task.warm_up}. "
             f"Received: {task.batch} samples on each of {ranks} ranks"
         )

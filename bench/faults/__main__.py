@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from bench.faults import soak
 from bench.faults.cases import Fault, cases
-from bench.faults.trial import Trial
+from bench.faults.jobs import Trial
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,8 @@ from types import MappingProxyType
 
 from bench.cluster import network
 from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
-from bench.faults.trial import Trial
+from bench.faults.jobs import Ended, Trial, run_to_end
+from bench.launch.processes import end_left_behind
 
 PHASES = ("pack", "reduce", "update", "flush", "checkpoint")
 DEADLINE_S = 4.0
@@ -52,7 +52,6 @@ class Fault:
 
 
 def cases() -> dict[str, Fault]:
-    """Return all faults by name."""
     ends = "the job ends; the message names the rank and the cause"
     goes_on = "the job goes on, with the weights of a job without a fault"
     root = "" if os.geteuid() == 0 else "needs root"
@@ -100,49 +99,18 @@ def _hvpipe_run(ranks: int, folder: Path, *options: object) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class _Ended:
-    code: int | None  # None: it hung
-    output: str
-    at_s: float
-
-
 def _run(
     command: Sequence[str],
     during: Callable[[subprocess.Popen[str]], None] | None = None,
     extra: Mapping[str, str] = MappingProxyType({}),
-) -> _Ended:
+) -> Ended:
     environ = {
         **os.environ,
         **extra,
         "PYTHONPATH": str(Path(__file__).parents[2]),
         **dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}"),
     }
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environ, text=True, start_new_session=True
-        )
-        try:
-            if during is not None:
-                during(process)
-            code: int | None = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        ended_s = time.time()
-        kill_tree(process)
-        output.seek(0)
-        return _Ended(code, output.read(), ended_s)
-
-
-def kill_tree(process: subprocess.Popen[str]) -> None:
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    process.kill()
-    process.wait()
+    return run_to_end(command, environ, LIMIT_S, during)
 
 
 @contextlib.contextmanager
@@ -168,7 +136,7 @@ def _reference(ranks: int, *options: object) -> str | None:
         return _state(_run(_hvpipe_run(ranks, folder, *options)).output)
 
 
-def _judge_end(ended: _Ended, folder: Path, deadline_s: float, says: Sequence[str]) -> Trial:
+def _judge_end(ended: Ended, folder: Path, deadline_s: float, says: Sequence[str]) -> Trial:
     """The job must end in time, not with 0, and say these words."""
     after_s = ended.at_s - _broken_s(folder) - deadline_s
     if ended.code is None:
@@ -189,7 +157,7 @@ def _judge_end(ended: _Ended, folder: Path, deadline_s: float, says: Sequence[st
 
 
 def _judge_going_on(
-    ended: _Ended, folder: Path, ranks: int, says: str = "", options: Sequence[object] = ()
+    ended: Ended, folder: Path, ranks: int, says: str = "", options: Sequence[object] = ()
 ) -> Trial:
     """The job must end as one with these options and without a fault."""
     problem = (
@@ -317,9 +285,12 @@ def _whole_job(phase: str, chance: random.Random) -> Trial:
             while not (folder / "broken").exists() and process.poll() is None:
                 time.sleep(0.002)
             time.sleep(chance.uniform(0.0, 0.15))
-            _kill_session(process.pid, folder)
+            end_left_behind(str(folder))  # launcher and ranks at once
 
-        _run(_hvpipe_run(2, folder, "--fault", "mark", "--phase", "checkpoint"), during)
+        marks = ("--fault", "mark", "--phase", "checkpoint", "--pause", 0.02)
+        killed = _run(_hvpipe_run(2, folder, *marks), during)
+        if killed.code == 0:
+            return Trial("nothing was killed", 0.0, killed.output)
         again = _run(_hvpipe_run(2, folder))
         unreadable = list((folder / "checkpoints").glob("*.damaged"))
         if unreadable:
@@ -331,13 +302,3 @@ def _lost(overlap: str, chance: random.Random) -> Trial:
     from bench.faults import elastic  # imports TensorFlow
 
     return elastic.run_trial(4, overlap, chance)
-
-
-def _kill_session(pid: int, folder: Path) -> None:
-    """SIGKILL to every process that has the folder in its command line: launcher and ranks at once."""
-    import psutil
-
-    for process in psutil.process_iter(["cmdline"]):
-        if str(folder) in (process.info["cmdline"] or []):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.faults import elastic_job as job
-from bench.faults.trial import Trial
+from bench.faults.jobs import Trial, run_to_end
 
 _LIMIT_S = 240.0
 _TOLERANCE = 1e-5
@@ -28,22 +27,11 @@ def run_trial(ranks: int, overlap: str, chance: random.Random) -> Trial:
     kill = f"{chance.randrange(ranks)}:{step}:after{delay_s:.3f}"
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "hvpipe", "run", "--elastic", "--no-summary", "-np", str(ranks)]
-        try:
-            done = subprocess.run(
-                [*command, job.__file__, name, overlap, kill],
-                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=_LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Trial("it hung", 0.0, f"{overlap} {kill}")
-        if done.returncode != 0:
-            return Trial(f"it ended with {done.returncode}", 0.0, f"{overlap} {kill}\n{done.stdout}")
+        environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        ended = run_to_end([*command, job.__file__, name, overlap, kill], environ, _LIMIT_S)
+        if ended.code != 0:
+            problem = "it hung" if ended.code is None else f"it ended with {ended.code}"
+            return Trial(problem, 0.0, f"{overlap} {kill}\n{ended.output}")
         return replace(judge(Path(name), ranks), output=f"{overlap} {kill}")
 
 

@@ -84,8 +84,6 @@ class DyingSGD(keras.optimizers.SGD):
 
 
 class Counts(keras.callbacks.Callback):
-    """Counts steps."""
-
     reads_weights = stops_training = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -119,7 +117,6 @@ def make_model(may_die: bool) -> keras.Model:
 
 
 def make_batches() -> list[tuple[Any, Any]]:
-    """Return the batches of all ranks."""
     random = np.random.default_rng(3)
     x = random.normal(size=(BATCHES, BATCH, WIDTH)).astype(np.float32)
     return list(zip(x, np.sin(x.sum(-1, keepdims=True)), strict=True))
@@ -158,16 +155,7 @@ def reference(
     return model.get_weights()
 
 
-def validated(weights: Sequence[Any], size: int) -> float:
-    """Return the loss of a model on the batches that so many ranks share."""
-    model = make_model(False)
-    model.set_weights(weights)
-    x, y = (np.concatenate(part) for part in zip(*make_batches()[: BATCHES // size * size], strict=True))
-    return float(model.evaluate(x, y, batch_size=BATCH, verbose=0))
-
-
 def main(overlap: str, kills: list[str]) -> None:
-    """Train as one rank."""
     import hvpipe
     import hvpipe.keras as hk
 

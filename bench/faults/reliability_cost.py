@@ -5,6 +5,7 @@
 Every round trains the same steps three times, in an order of its own: as usual, with a checkpoint every N
 steps, and without watchdog and recorder. A checkpoint costs the copy, and the cores that the writing thread
 takes; its share grows with 1 / N. A cost is the median of its ratios within rounds, with its 95 % interval.
+Fewer than six rounds give none: then the least and the largest ratio are shown.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def _ratio(name: str, rounds: Sequence[float], base: Sequence[float]) -> str:
     reach = 0.98 * math.sqrt(len(ratios))
     low, high = (len(ratios) - 1) / 2 - reach, (len(ratios) - 1) / 2 + reach
     ends = ratios[max(0, math.floor(low))], ratios[min(len(ratios) - 1, math.ceil(high))]
-    return f"{name:32s} {statistics.median(ratios):+6.2f} % ({ends[0]:+.2f} to {ends[1]:+.2f})"
+    kind = "in 95 %" if len(ratios) > 5 else "in all rounds"
+    return f"{name:32s} {statistics.median(ratios):+6.2f} % ({ends[0]:+.2f} to {ends[1]:+.2f} {kind})"
 
 
 def _print(found: Mapping[str, Sequence[tuple[float, float]]]) -> None:

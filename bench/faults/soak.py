@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from bench.faults.cases import kill_tree
+from bench.faults.jobs import kill_tree
 from bench.launch.termination import ended_by_exception
 from hvpipe.checkpoints.folder import complete
 from hvpipe.checkpoints.manifest import read_manifest

@@ -28,6 +28,7 @@ from hvpipe.session import current
 
 SHAPES = ((300, 200), (200,), (400, 150), (150,))
 EVERY = 2  # steps between two checkpoints
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}
 
 
 class Breaker:
@@ -37,16 +38,15 @@ class Breaker:
         self._options = options
 
     def reach(self, phase: str, step: int) -> None:
-        """Break here if this is the place."""
         wanted = self._options
         if hvpipe.rank() != wanted.victim or phase != wanted.phase or step < wanted.at or not wanted.fault:
             return
         fault, wanted.fault = wanted.fault, ""
         (wanted.folder / "broken").write_text(repr(time.time()))
+        if fault in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[fault])
+            return  # a stopped rank may go on
         does = {
-            "kill": self._kill,
-            "stop": self._stop,
-            "crash": self._crash,
             "raise": self._raise,
             "slow": self._slow,
             "memory": self._memory,
@@ -54,15 +54,6 @@ class Breaker:
             "mark": lambda: None,  # the harness sees the file `broken`
         }
         does[fault]()
-
-    def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def _crash(self) -> None:
-        os.kill(os.getpid(), signal.SIGSEGV)
 
     def _raise(self) -> None:
         raise ValueError("injected")
@@ -159,7 +150,6 @@ class _Ranks:
 
 
 def main() -> None:
-    """Be one rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--fault", default="")

@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.launch import mpirun
 from hvpipe.comm.rank_gpu import find_nccl
 from hvpipe.monitor.gpu_meter import GpuMeter
 from hvpipe.monitor.nvml import NvmlMissing
@@ -66,24 +67,16 @@ def nccl_version(named: str) -> int:
 
 
 def one_rank(nccl: str, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
-    """Return a row for each part of one_rank_driver.cc: streams, casts, and every call of this NCCL."""
+    """Return a row for each part of one_rank_driver.cc: streams, and every call of this NCCL."""
     where = "from hvpipe.comm.native import native_directory; print(native_directory())"
     found = subprocess.run([sys.executable, "-c", where], cwd=REPOSITORY, capture_output=True, text=True)
     native = found.stdout.strip()
     with tempfile.TemporaryDirectory() as folder:
         program = str(Path(folder) / "one_rank")
-        compiling = [shutil.which("mpicxx") or "mpicxx", "-std=c++17", "-I", "csrc"]
-        compiling += [
-            "bench/gpu/one_rank_driver.cc",
-            "-o",
-            program,
-            "-L",
-            native,
-            "-lhvpipe_core",
-            "-pthread",
-        ]
+        compiling = ["mpicxx", "-std=c++17", "-I", "csrc", "bench/gpu/one_rank_driver.cc", "-pthread"]
+        compiling += ["-o", program, "-L", native, "-lhvpipe_core", f"-Wl,-rpath,{native}"]
         try:
-            subprocess.run([*compiling, f"-Wl,-rpath,{native}"], cwd=REPOSITORY, check=True)
+            subprocess.run(compiling, cwd=REPOSITORY, check=True)
             command = [program, f"{native}/libhvpipe_cuda.so", *([nccl] if nccl else [])]
             env = {**CACHE, **os.environ}
             done = subprocess.run(
@@ -122,17 +115,14 @@ def run(
         command += [WORKER, str(rows), *(["small"] if small else [])]
         # Ranks wait for each other as long as one of them may take.
         waits = {"HVPIPE_TIMEOUT": str(max(60.0, timeout_s / 2)), **CACHE, **os.environ, **settings}
-        with subprocess.Popen(command, env=waits, cwd=REPOSITORY) as launcher:
-            try:
-                code = launcher.wait(timeout_s)
-                ended = f"exit code {code}" if code else ""
-            except subprocess.TimeoutExpired:
-                launcher.terminate()  # which ends the ranks as well
-                try:
-                    launcher.wait(20)
-                except subprocess.TimeoutExpired:
-                    launcher.kill()
-                ended = f"took longer than {timeout_s:g} s"
+        try:
+            # `hvpipe run` ends its ranks within 5 s.
+            done = mpirun.run(
+                command, timeout_s=timeout_s, env=waits, capture=False, cwd=REPOSITORY, patience_s=20
+            )
+            ended = f"exit code {done.returncode}" if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            ended = f"took longer than {timeout_s:g} s"
         found: list[Row] = json.loads(rows.read_text()) if rows.exists() else []
     if ended:
         found.append({"what": f"{ranks} rank(s) {settings}", "result": f"FAILED: {ended}", "ok": False})

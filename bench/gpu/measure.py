@@ -1,4 +1,4 @@
-"""Measures packing, all-reduces, messages, overlap and the sampler on a device."""
+"""Measures packing, all-reduces, overlap and the sampler on a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import hvpipe
 from bench.gpu.rows import Rows
 from bench.gpu.sizes import Sizes
-from bench.gpu.verify import pass_on
 from hvpipe.comm.engine import Compression, Engine
 from hvpipe.monitor.utilization import Sampler, SamplerOptions
 from hvpipe.plan.buckets import Gradient, plan_buckets
@@ -108,25 +107,6 @@ class Measurement:
                 f"{taken_s * 1e3:.2f} ms" + (f", bus {bus:.1f} GB/s" if size > 1 else ""),
                 taken_s=taken_s,
                 bus_gb_per_s=bus,
-            )
-
-    def measure_messages(self) -> None:
-        """Measure what each rank sends to the next one while it receives as much."""
-        for megabytes in self._sizes.megabytes:
-            array = self._gpu.put(np.ones(megabytes * 250_000), "float32")
-            out = self._gpu.put(np.ones(megabytes * 250_000), "float32")
-
-            def work(array: Any = array, out: Any = out) -> None:
-                for request in pass_on(self._engine, array, out):
-                    request.wait()
-
-            taken_s = self._median_s(hvpipe.barrier, work)
-            rate = megabytes * 1e6 / taken_s / 1e9
-            self._rows.note(
-                f"messages of {megabytes} MB",
-                f"{taken_s * 1e3:.2f} ms, {rate:.1f} GB/s each way",
-                taken_s=taken_s,
-                gb_per_s=rate,
             )
 
     def measure_overlap(self) -> None:

@@ -1,5 +1,4 @@
-// Meets a real device and a real NCCL with one rank: streams and events, casts, and every call of a
-// communicator.
+// Meets a real device and a real NCCL with one rank: streams and events, and every call of a communicator.
 //
 //   one_rank_driver DEVICE_LIBRARY [NCCL_LIBRARY]
 //
@@ -160,12 +159,6 @@ class NcclChecks {
   }
 
   void Collectives() {
-    Run("NCCL: all-reduce", [&] {
-      bench_.Put(out_, poison_);
-      one_->AllReduce(in_, out_, kCount, DType::kFloat32, bench_.stream());
-      Settle("an all-reduce");
-      Check(bench_.Get(out_, kCount), numbers_, "the sum");
-    });
     Run("NCCL: reduce-scatter, all-gather, broadcast in place", [&] {
       bench_.Put(out_, numbers_);
       one_->ReduceScatter(out_, kCount, DType::kFloat32, bench_.stream());
@@ -212,18 +205,6 @@ class NcclChecks {
       Check(bench_.Get(own, kCount), numbers_, "the sum");
       if (registration != nullptr) one_->Deregister(registration);
       library_.Free(own);
-    });
-    Run("NCCL: launch latency", [&] {
-      const auto begin = std::chrono::steady_clock::now();
-      constexpr int kTimes = 200;
-      for (int i = 0; i < kTimes; ++i) {
-        one_->AllReduce(in_, out_, 1000, DType::kFloat32, bench_.stream());
-        while (!one_->Ready()) {
-        }
-      }
-      const std::chrono::duration<double, std::micro> taken = std::chrono::steady_clock::now() - begin;
-      std::printf("note %.1f us from a call until the communicator is ready\n", taken.count() / kTimes);
-      bench_.Synchronize(bench_.stream());
     });
   }
 
@@ -275,22 +256,6 @@ int main(int argc, char** argv) {
     std::printf("note device %s\n", device->Name().c_str());
     Fixture bench(*device);
     Run("streams and events", [&] { bench.StreamsAndEvents(); });
-    Run("a scaled cast against the host", [&] {
-      const auto numbers = Random(kCount);
-      void* const in = device->Allocate(kCount * sizeof(float));
-      void* const out = device->Allocate(kCount * sizeof(float));
-      bench.Put(in, numbers);
-      device->ScaleAndCast({{in, out, kCount}}, DType::kFloat32, DType::kFloat32, 0.3, bench.stream());
-      const auto found = bench.Get(out, kCount);
-      double largest = 0;
-      for (std::size_t i = 0; i < kCount; ++i) {
-        const double wanted = static_cast<double>(numbers[i]) * 0.3;
-        largest = std::max(largest, std::fabs(static_cast<double>(found[i]) - wanted));
-      }
-      Expect(largest < 1e-6, "the largest error is " + std::to_string(largest));
-      device->Free(in);
-      device->Free(out);
-    });
     if (argc > 2) Run("NCCL", [&] { NcclChecks(device, bench, argv[2]).RunAll(); });
   } catch (const std::exception& error) {
     std::printf("FAILED opening the device: %s\n", error.what());

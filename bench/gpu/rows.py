@@ -31,7 +31,6 @@ class Rows:
 
     @property
     def found(self) -> list[dict[str, object]]:
-        """The rows so far."""
         return self._rows
 
     def part(self, part: Callable[[], None]) -> None:

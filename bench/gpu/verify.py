@@ -120,7 +120,7 @@ class Verification:
             self._rows.verified(f"steps, compression {compression}", errors, TOLERANCE[wire])
 
 
-def pass_on(engine: Engine, array: Any, out: Any, tag: int = 0) -> list[Any]:
+def pass_on(engine: Engine, array: Any, out: Any, tag: int) -> list[Any]:
     """Start a message to the next rank, and one from the rank before. Return their requests."""
     rank, size = hvpipe.rank(), hvpipe.size()
     received = engine.receive_on_device(out, (rank - 1) % size, tag, "a message")

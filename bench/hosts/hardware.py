@@ -25,13 +25,11 @@ class HostHardware:
     hvpipe: str
 
     def describe(self) -> str:
-        """Describe them in one line."""
         memory = f"{self.memory_bytes / (1 << 30):.0f} GB"
         return f"{self.cores} cores ({self.cpu}), {memory}, {self.system}, Python {self.python}"
 
 
 def describe_hardware() -> HostHardware:
-    """Describe this host."""
     return HostHardware(
         _cpu(),
         os.cpu_count() or 1,

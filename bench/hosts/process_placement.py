@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cluster import network
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
 from bench.launch.processes import Command
@@ -36,13 +36,6 @@ class Placement:
     cluster: Hosts | None
     ranks: int
 
-    def __post_init__(self) -> None:
-        slots = self.ranks if self.cluster is None else self.cluster.spec.slots
-        if not 1 <= self.ranks <= slots:
-            raise ClusterError(
-                f"Ranks must be 1 to the cluster's {slots} slots. Received: ranks={self.ranks}"
-            )
-
     def commands(self, system: System, python: Sequence[str], directory: Path) -> list[Command]:
         """Return the commands that start a system. With "servers", the first one ends the round."""
         if isinstance(self.cluster, RealHosts):
@@ -52,7 +45,8 @@ class Placement:
         rank_process = [*python, "bench.rounds.rank_process", str(directory)]
         if system.start == "mpirun":
             if self.cluster is None:
-                return [Command("mpirun", mpirun.one_host(self.ranks, rank_process))]
+                line = mpirun.line(self.ranks, rank_process, yields=mpirun.crowded(self.ranks))
+                return [Command("mpirun", line)]
             return [Command("mpirun", self.cluster.mpirun_command(self.ranks, rank_process))]
         if system.start == "horovodrun":
             return [self._horovodrun(Path(python[0]).with_name("horovodrun"), rank_process)]
@@ -150,4 +144,4 @@ def _free_ports(count: int) -> list[int]:
             found.append(port)
         if len(found) == count:
             return found
-    raise ClusterError(f"There must be {count} free ports from 20000 to 32000. Received: {len(found)}")
+    raise BenchError(f"There must be {count} free ports from 20000 to 32000. Received: {len(found)}")

@@ -7,22 +7,31 @@ file. A benchmark that a launcher starts is one of the ranks: it measures, and r
 from __future__ import annotations
 
 import argparse
+import pickle
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import psutil
+
+import hvpipe
 from bench.cluster.spec import add_spec_arguments
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.launch import mpirun
-from bench.launch.ranks import ends_all_ranks, run_ranks, started_as_rank
+from hvpipe.comm.discover import discover
+from hvpipe.errors import HvpipeError
 
 if TYPE_CHECKING:
     from bench.all_reduce.report import AllReduceReport
     from bench.pipeline.report import PipelineReport
 
     Report = AllReduceReport | PipelineReport
+
+_ROOT = Path(__file__).parents[2]
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -53,8 +62,8 @@ def run_command(
     argv: Sequence[str] | None,
     *,
     check: Callable[[argparse.Namespace], object],
-    measure: Callable[[argparse.Namespace, int], Report],
-    drive: Callable[[argparse.Namespace, list[str]], Report | None],
+    measure: Callable[[argparse.Namespace], Report],
+    drive: Callable[[argparse.Namespace, list[str]], Report],
 ) -> int:
     """Run a benchmark's command line and return its exit code.
 
@@ -62,9 +71,9 @@ def run_command(
         name: the benchmark's module, as in "bench.all_reduce".
         parser: from make_parser, with the benchmark's own options.
         argv: the words of the command line; None: this process's.
-        check: raises ValueError for options that cannot be followed, before anything starts.
-        measure: a rank's part. Takes the options and the number of ranks, and returns the report.
-        drive: starts the ranks and returns their report, or None if it has printed everything itself.
+        check: raises BenchError for options that cannot be followed, before anything starts.
+        measure: a rank's part; returns the report.
+        drive: starts the ranks and returns their report.
 
     Returns:
         0 when measured, 1 with a line of explanation when not, 130 at Ctrl-C.
@@ -73,16 +82,16 @@ def run_command(
     arguments = parser.parse_args(words)
     try:
         check(arguments)
-        if started_as_rank(arguments.result):
-            _run_rank(arguments, measure)
-            return 0
-        report = drive(arguments, words)
-    except (ClusterError, ValueError) as error:
+        as_rank = arguments.result is not None or discover().launcher != "none"
+        report = None if as_rank else drive(arguments, words)
+    except (HvpipeError, ValueError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    if report is not None:
+    if as_rank:
+        _run_rank(arguments, measure)
+    else:
         _show(report, arguments)
     return 0
 
@@ -92,45 +101,51 @@ def on_this_host(arguments: argparse.Namespace) -> bool:
     return arguments.hosts is None and arguments.spec is None
 
 
-def run_on_this_host(name: str, arguments: argparse.Namespace, words: list[str]) -> str:
-    """Start the ranks on this host and return the text of their report."""
-    ranks = 2 if arguments.ranks is None else arguments.ranks
-    return run_ranks(
-        name,
-        lambda command: mpirun.one_host(ranks, command),
-        words,
-        where="one host",
-        timeout_s=arguments.timeout,
-    )
+def run_ranks(
+    name: str, arguments: argparse.Namespace, words: list[str], cluster: VirtualCluster | None = None
+) -> Any:
+    """Start the ranks on this host, or on a cluster that is up, and return rank 0's report."""
+    warn_if_busy()
+    with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-") as directory:
+        result = Path(directory) / "report"
+        where = "one host" if cluster is None else cluster.spec.describe()
+        command = [sys.executable, "-m", name, *words, "--result", str(result), "--where", where]
+        if cluster is None:
+            ranks = 2 if arguments.ranks is None else arguments.ranks
+            line = mpirun.line(ranks, command, yields=mpirun.crowded(ranks))
+        else:
+            ranks = cluster.spec.slots if arguments.ranks is None else arguments.ranks
+            line = cluster.mpirun_command(ranks, command)
+        try:
+            env = {"PYTHONPATH": str(_ROOT)}
+            done = mpirun.run(line, timeout_s=arguments.timeout, env=env, capture=False)
+        except subprocess.TimeoutExpired as error:
+            raise BenchError(
+                f"The ranks must end within --timeout. Received: none after {arguments.timeout:g} s"
+            ) from error
+        if done.returncode != 0 or not result.exists():
+            raise BenchError(f"The ranks failed with status {done.returncode}: see their output")
+        return pickle.loads(result.read_bytes())
 
 
-def run_on_cluster(
-    name: str, arguments: argparse.Namespace, words: list[str], cluster: VirtualCluster
-) -> str:
-    """Start the ranks on a cluster that is up and return the text of their report."""
-    ranks = cluster.spec.slots if arguments.ranks is None else arguments.ranks
-    return run_ranks(
-        name,
-        lambda command: cluster.mpirun_command(ranks, command),
-        words,
-        where=cluster.spec.describe(),
-        timeout_s=arguments.timeout,
-    )
+def warn_if_busy() -> None:
+    """Warn if other processes use the cores, because figures measured beside them are worth little."""
+    share = psutil.cpu_percent(interval=0.5) / 100
+    if share > 0.1:
+        print(f"other processes use {share:.0%} of the cores: expect noise", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
-    """Print a line about progress."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace, int], Report]) -> None:
-    """Do a rank's part. An error on any rank ends them all."""
-    with ends_all_ranks() as world:
-        report = measure(arguments, world.size)
-        if world.rank == 0 and arguments.result is not None:
-            arguments.result.write_text(report.to_json())
-        elif world.rank == 0:
-            _show(report, arguments)
+def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], Report]) -> None:
+    """Do a rank's part. An uncaught error on any rank ends them all: `measure` calls hvpipe.init()."""
+    report = measure(arguments)
+    if hvpipe.rank() == 0 and arguments.result is not None:
+        arguments.result.write_bytes(pickle.dumps(report))
+    elif hvpipe.rank() == 0:
+        _show(report, arguments)
 
 
 def _show(report: Report, arguments: argparse.Namespace) -> None:

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.hosts.hardware import same_and_others
 from bench.launch import mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hosts
-from hvpipe.commands.launch import LaunchSpec, exported_names, mpirun_command
-from hvpipe.commands.mpirun import identify
+from hvpipe.commands.launch import exported_names
 from hvpipe.errors import LaunchError
 
 _ROOT = Path(__file__).parents[2]
@@ -40,11 +39,9 @@ class HostList:
 
     @property
     def slots(self) -> int:
-        """How many ranks fit."""
         return sum(host.slots for host in self.hosts)
 
     def describe(self) -> str:
-        """Describe the hosts in one line."""
         names = f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
         mine = {host.name for host in self.hosts}
         machines = same_and_others({name: said for name, said in self.machines if name in mine})
@@ -59,11 +56,10 @@ class RealHosts:
         try:
             self.spec = HostList(parse_hosts(hosts))
         except LaunchError as error:
-            raise ClusterError(str(error)) from error
+            raise BenchError(str(error)) from error
         self._cores: dict[str, str] = {}  # the answer of each host
 
     def first(self, count: int) -> RealHosts:
-        """Return the first `count` hosts."""
         part = copy(self)
         part.spec = replace(self.spec, hosts=self.spec.hosts[:count])
         return part
@@ -98,20 +94,20 @@ class RealHosts:
     def require_answers(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
         """Ask each host for its number of cores and for a file of the current folder, which all should share.
 
-        ClusterError names the host that does not answer, or does not see the file.
+        BenchError names the host that does not answer, or does not see the file.
         """
         with tempfile.NamedTemporaryFile(prefix="hvpipe-shared-", dir=Path.cwd()) as file:
             for host in self.spec.hosts:
                 said, why = self._ask(host, ["getconf", "_NPROCESSORS_ONLN"], timeout_s)
                 if why:
-                    raise ClusterError(
+                    raise BenchError(
                         "Every host should answer mpirun (over ssh, without a password). "
                         f"Received: host={host.name!r}, {why}"
                     )
                 self._cores[host.name] = _end(said, lines=1)
                 _, why = self._ask(host, ["ls", file.name], timeout_s)
                 if why:
-                    raise ClusterError(
+                    raise BenchError(
                         "Every host should share the current folder, into which ranks write their results. "
                         f"Received: host={host.name!r}, which does not see {file.name}: {why}"
                     )
@@ -143,7 +139,7 @@ class RealHosts:
         for host in self.spec.hosts:
             said = self._cores.get(host.name, "")
             if not said.isdecimal():
-                raise ClusterError(
+                raise BenchError(
                     "Every host should say how many cores it has (getconf _NPROCESSORS_ONLN), so that all "
                     f"are used; or give --threads. Received: host={host.name!r}, {said!r}"
                 )
@@ -158,25 +154,11 @@ class RealHosts:
         environ: Mapping[str, str],
         also: tuple[str, ...] = (),
     ) -> list[str]:
-        spec = LaunchSpec(
-            identify(mpirun.find_mpirun(_program(command))),
-            ranks,
-            tuple(command),
-            hosts=hosts,
-            as_root=os.geteuid() == 0,
-            export=tuple(dict.fromkeys((*exported_names(environ), *also))),
-        )
-        return mpirun_command(spec)
+        export = tuple(dict.fromkeys((*exported_names(environ), *also)))
+        return mpirun.line(ranks, command, hosts, export=export)
 
 
 Hosts = VirtualCluster | RealHosts
-
-
-def _program(command: Sequence[str]) -> str:
-    """Return the program that a command line starts after `env` and its settings. Its MPI may differ from
-    ours.
-    """
-    return next(word for word in command if word != "env" and "=" not in word)
 
 
 def _end(output: str, lines: int = 3) -> str:

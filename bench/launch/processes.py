@@ -87,7 +87,7 @@ def run_together(
                     mpirun.end(process)
                     with suppress(ProcessLookupError):  # processes that outlive the first of their group
                         os.killpg(process.pid, signal.SIGKILL)
-                _end_left_behind(str(directory))
+                end_left_behind(str(directory))
 
 
 def _end_of(output: Path, most: int = 6000) -> str:
@@ -100,8 +100,8 @@ def plain(output: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", uncoloured)
 
 
-def _end_left_behind(words: str) -> None:
-    """Kill processes that left our groups, such as ranks of a killed launcher, and wait for their end."""
+def end_left_behind(words: str) -> None:
+    """Kill processes with these words in their command line, and wait for their end."""
     killed = []
     for process in psutil.process_iter(["cmdline"]):
         if process.pid != os.getpid() and any(words in word for word in process.info["cmdline"] or ()):
@@ -114,7 +114,7 @@ def _end_left_behind(words: str) -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process runs. A zombie does not."""
+    """Return whether a process runs. A zombie does not, but psutil.wait_procs would wait for it."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from bench.cluster.spec import spec_from_arguments
 from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import BenchError
 from bench.hosts import rank_benchmark
 from bench.pipeline.models import MODELS
 from bench.pipeline.report import PipelineReport
@@ -66,7 +67,7 @@ def _task(arguments: argparse.Namespace) -> Task:
 def _methods(arguments: argparse.Namespace) -> tuple[str, ...]:
     methods = tuple(name for name in arguments.methods.split(",") if name)
     if not methods or not set(methods) <= set(_METHODS):
-        raise ValueError(
+        raise BenchError(
             f"Methods must be some of {', '.join(_METHODS)}. Received: methods={arguments.methods!r}"
         )
     return methods
@@ -77,7 +78,7 @@ def _microbatches(arguments: argparse.Namespace) -> int | None:
     return None if arguments.microbatches == "auto" else int(arguments.microbatches)
 
 
-def _measure(arguments: argparse.Namespace, ranks: int) -> PipelineReport:
+def _measure(arguments: argparse.Namespace) -> PipelineReport:
     from bench.pipeline.worker import WorkerOptions, measure
 
     options = WorkerOptions(
@@ -91,11 +92,10 @@ def _measure(arguments: argparse.Namespace, ranks: int) -> PipelineReport:
 
 
 def _drive(arguments: argparse.Namespace, words: list[str]) -> PipelineReport:
-    """Start the ranks here or on a virtual cluster."""
     if rank_benchmark.on_this_host(arguments):
-        return PipelineReport.from_json(rank_benchmark.run_on_this_host(_NAME, arguments, words))
+        return rank_benchmark.run_ranks(_NAME, arguments, words)
     with VirtualCluster(spec_from_arguments(arguments)) as cluster:
-        return PipelineReport.from_json(rank_benchmark.run_on_cluster(_NAME, arguments, words, cluster))
+        return rank_benchmark.run_ranks(_NAME, arguments, words, cluster)
 
 
 if __name__ == "__main__":

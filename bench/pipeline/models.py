@@ -43,7 +43,6 @@ def endless_batch(task: Task) -> Any:
 
 
 def describe(task: Task) -> str:
-    """Describe the task in one line."""
     return (
         f"{task.workload}, {task.pixels} px, batch {task.batch} in all, SGD, "
         f"{task.threads} thread{'s' if task.threads > 1 else ''} an operation"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
-from bench.metrics import format_time, median, relative_spread, table
+from bench.metrics import format_time, relative_spread, table
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class PipelineReport:
     cases: tuple[MeasuredPlan, ...]
 
     def to_text(self) -> str:
-        """Return a table for people."""
         head = (
             f"{self.workload}\n{self.ranks} ranks, {self.where}; {self.schedule}, "
             f"{self.microbatches} micro-batches; a random placement runs the batch as one\n"
@@ -83,10 +83,6 @@ class PipelineReport:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
-
-    @staticmethod
-    def from_json(text: str) -> PipelineReport:
-        return PipelineReport.from_dict(json.loads(text))
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PipelineReport:

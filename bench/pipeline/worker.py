@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
-from bench.metrics import median
 from bench.pipeline.models import describe, endless_batch, model_function
 from bench.pipeline.report import MeasuredPlan, PipelineReport
 from bench.rounds.record import Task

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 
-from bench.metrics import median
 from bench.planning.report import PlanningCase, PlanningReport, Result
 from hvpipe.errors import PlanError
 from hvpipe.forecast.pipeline import forecast
@@ -26,6 +26,8 @@ from hvpipe.specs.profile import Profile
 
 _PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
 _MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
+_MICROBATCHES = 8
+_DRAWS = 100
 _LATENCY_S = 1e-4
 _UNEQUAL = (1.0, 0.5, 0.25)
 _LIMITS = {
@@ -42,23 +44,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.planning",
         description="Measure how good plans are.",
     )
-    parser.add_argument("--models", default=",".join(_MODELS), help=f"(default: {','.join(_MODELS)})")
-    parser.add_argument("--devices", default="4,8", help="numbers of devices (default: 4,8)")
-    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step (default: 8)")
-    parser.add_argument("--draws", type=int, default=100, help="random placements of a case (default: 100)")
     parser.add_argument("--json", type=Path, help="write every case there")
     parser.add_argument("--png", type=Path, help="write a plot there")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and return 0."""
     options = _parser().parse_args(argv)
-    devices = [int(count) for count in options.devices.split(",")]
-    cases = list(all_cases(options.models.split(","), devices))
-    how = Pipelining("1f1b", options.microbatches)
-    results = tuple(_shown(cases, lambda case: measure(case, how, options.draws)))
-    report = PlanningReport(options.microbatches, options.draws, results)
+    cases = list(all_cases(_MODELS, (4, 8)))
+    report = PlanningReport(_MICROBATCHES, _DRAWS, tuple(_shown(cases, measure)))
     print(report.to_text())
     if options.json:
         options.json.write_text(report.to_json() + "\n")
@@ -73,8 +67,9 @@ def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[Plannin
         yield PlanningCase(model, count, limits, rate)
 
 
-def measure(case: PlanningCase, how: Pipelining, draws: int) -> Result:
-    """Plan the case by each method, with a stage on every device."""
+def measure(case: PlanningCase, draws: int = _DRAWS) -> Result:
+    """Plan the case by each method, with a stage on every device; random has `draws` placements."""
+    how = Pipelining("1f1b", _MICROBATCHES)
     profile = Profile.read(_PROFILES / f"{case.model}.txt")
     cluster = _cluster(case, profile, how)
     greedy = partition(profile, cluster, case.devices, how)

@@ -6,8 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from bench.metrics import geometric_mean, table
+from statistics import geometric_mean
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,11 @@ class Result:
 
 @dataclass(frozen=True)
 class PlanningReport:
-    """All cases."""
-
     microbatches: int
     draws: int
     results: tuple[Result, ...]
 
     def summary(self) -> dict[str, float]:
-        """Return the main figures."""
         of_exact = [result.of_exact for result in self.results]
         speedups = [result.speedup for result in self.results if result.random_step_s is not None]
         return {
@@ -70,22 +66,8 @@ class PlanningReport:
         return json.dumps({**asdict(self), "summary": self.summary()}, indent=1)
 
     def to_text(self) -> str:
-        """Return a line for each model and kind of cluster, and the summary."""
-        header = ["model", "devices are", "cases", "of exact: worst", "mean", "over random: least", "mean"]
-        lines = []
-        groups = dict.fromkeys((result.case.model, result.case.limits) for result in self.results)
-        for model, limits in groups:
-            rows = [r for r in self.results if (r.case.model, r.case.limits) == (model, limits)]
-            speedups = [row.speedup for row in rows if row.random_step_s is not None]
-            least, mean = (
-                (f"{min(speedups):.2f}x", f"{geometric_mean(speedups):.2f}x") if speedups else ("", "")
-            )
-            of_exact = [row.of_exact for row in rows]
-            worst, usual = f"{max(of_exact):.4f}", f"{geometric_mean(of_exact):.4f}"
-            lines.append([model, limits, str(len(rows)), worst, usual, least or "none fits", mean])
         head = f"1f1b, {self.microbatches} micro-batches; random is the median of {self.draws} that fit"
-        figures = "\n".join(f"{name} = {value:.4g}" for name, value in self.summary().items())
-        return "\n".join([head, table(header, lines), figures])
+        return "\n".join([head, *(f"{name} = {value:.4g}" for name, value in self.summary().items())])
 
     def plot(self, path: Path) -> None:
         """Plot two panels, with a column for each model and a dot for each case: of exact, over random."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.software import differences
-from bench.metrics import format_time, geometric_mean, table
+from bench.metrics import format_time, table
 from bench.report.figures import all_figures, failed_cases, not_measured
 
 LEAST_CHANGE = 0.05  # smaller changes are never reported
@@ -68,11 +68,9 @@ class Differences:
         return any(each.verdict in ("slower", "failed") for each in self.changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {**asdict(self), "regressed": self.regressed}
 
     def to_text(self) -> str:
-        """Return a table for people, changes first."""
         rows = [
             [
                 each.key,
@@ -98,7 +96,9 @@ class Differences:
             )
         ratios = [each.ratio for each in self.changes if each.ratio is not None]
         if ratios:
-            lines.append(f"geometric mean of the ratios: {geometric_mean(ratios):.3f}, {len(ratios)} cases")
+            lines.append(
+                f"geometric mean of the ratios: {statistics.geometric_mean(ratios):.3f}, {len(ratios)} cases"
+            )
         counts = {verdict: sum(each.verdict == verdict for each in self.changes) for verdict in _ORDER}
         lines.append(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
         return "\n".join(lines)

@@ -9,7 +9,6 @@ the other system: between the start and drained, all work is complete.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from itertools import groupby
 from typing import Literal
 
 from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
-from bench.metrics import communication_bound_s, median
+from bench.metrics import communication_bound_s
 from bench.report.usage import Usage, usage_of
 from bench.rounds.record import ALONE, Case, Round
 from bench.rounds.timed_steps import counted, mean_noise, slowest_rank, steps_noise
@@ -114,18 +113,6 @@ def not_measured(outcome: EvaluationOutcome) -> dict[str, str]:
     return found
 
 
-def tensorflow_versions(outcome: EvaluationOutcome) -> dict[str, list[str]]:
-    """Return the systems that were measured on each version of TensorFlow."""
-    found: dict[str, list[str]] = {}
-    for each in outcome.rounds:
-        version = re.search(r"TensorFlow ([^\s,]+)", each.versions)
-        if each.ok and version is not None:
-            systems = found.setdefault(version[1], [])
-            if each.case.system not in systems:
-                systems.append(each.case.system)
-    return found
-
-
 def failed_cases(outcome: EvaluationOutcome) -> frozenset[str]:
     """Return the keys of cases that failed in any round. They may have figures of other rounds."""
     return frozenset(each.case.key for each in outcome.rounds if each.error)
@@ -174,19 +161,19 @@ def _case_figures(rounds: list[Round]) -> CaseFigures:
     steps = [step for each in steps_by_round for step in each]
     ranks = [rank for each in rounds for rank in each.ranks]
     rounds_wall_s = {each.number: max(rank.wall_s for rank in each.ranks) for each in rounds}
-    wall_s = median(list(rounds_wall_s.values()))
-    step_s = wall_s if uneven else median(steps)
+    wall_s = statistics.median(list(rounds_wall_s.values()))
+    step_s = wall_s if uneven else statistics.median(steps)
     return CaseFigures(
         case,
         step_s,
         mean_noise(steps_by_round) if uneven else steps_noise(steps_by_round),
         wall_s,
         samples(case) / step_s,
-        median([max(rank.first_step_s for rank in each.ranks) for each in rounds]),
+        statistics.median([max(rank.first_step_s for rank in each.ranks) for each in rounds]),
         statistics.fmean(rank.cpu_share for rank in ranks),
         max(rank.peak_bytes for rank in ranks),
         max(rank.sent_bytes for rank in ranks),
-        {each.number: median(steps) for each, steps in zip(rounds, steps_by_round, strict=True)},
+        {each.number: statistics.median(steps) for each, steps in zip(rounds, steps_by_round, strict=True)},
         rounds_wall_s,
         uneven,
         usage=usage_of(rounds),

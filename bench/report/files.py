@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from bench.evaluation.outcome import EvaluationOutcome
@@ -76,13 +77,10 @@ def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
         }
         for row in rows
     ]
-    heads = [{"title": h.title, "figure": h.figure, "detail": h.detail} for h in headlines(outcome, rows)]
     compared = [
         {
             "against": title,
-            "group": each.group,
-            "baseline": each.baseline,
-            "speedup": each.speedup,
+            **asdict(each),
             "reduction": each.reduction,
             "interval": each.interval,
         }
@@ -90,7 +88,7 @@ def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
         for each in found
     ]
     figures = {
-        "headlines": heads,
+        "headlines": [asdict(head) for head in headlines(outcome, rows)],
         "comparisons": compared,
         "advice": modes.advice(rows),
         "cautions": cautions(outcome),

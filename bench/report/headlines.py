@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.metrics import geometric_mean
 from bench.report.figures import (
     ALONE,
     CaseFigures,
@@ -14,7 +14,6 @@ from bench.report.figures import (
     computes_alone,
     failed_cases,
     pays,
-    tensorflow_versions,
 )
 from bench.report.learning import best_of, learning
 from bench.report.speedups import (
@@ -29,7 +28,6 @@ from bench.report.speedups import (
     shares_gain,
 )
 from bench.report.usage import disturbed
-from bench.rounds.record import Case
 
 OURS = "hvpipe-step"
 _OPT_IN = "hvpipe-local"
@@ -65,8 +63,6 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
     worth: dict[bool | None, list[CaseFigures]] = {True: [], False: [], None: []}
     for members in by_group(rows).values():
         worth[pays(members)] += members
-    cases = dict.fromkeys(each.case for each in outcome.rounds if not each.skipped)
-    tried = [case for case in cases if not case.task.epochs]
     found = []
     for title, baselines in _AGAINST:
         for pay, where in _WHERE.items():
@@ -75,21 +71,17 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
             if mean is not None:
                 said = _ran_in(compared, worth[pay], baselines)
                 found.append(_against(OURS, f"{title}{where}", mean, [said] if said else []))
-        left_out = [case for case in _compared(tried, baselines) if case.key in failed]
-        if left_out:
-            found.append(Headline(f"{OURS} against {title}, failures", "failed", _failures(left_out)))
     opt_in = compare_in_groups(rows, _OPT_IN, NATIVE, failed)
     if (mean := means(opt_in)) is not None:
         found.append(_against(_OPT_IN, BEST_NATIVE, mean, [_ran_in(opt_in, rows, NATIVE)]))
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
-    ratios = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
-    if ratios:
-        bounded = [row for row in ours if row.over_bound is not None]
+    bounded = [row for row in ours if row.over_bound is not None and row.case.key not in failed]
+    if bounded:
         found.append(
             Headline(
                 "step over its bound",
-                f"{geometric_mean(ratios):.2f}x",
-                f"{_bounds(bounded)}; geometric mean of {_cases(len(ratios))}",
+                f"{geometric_mean([row.over_bound or 1.0 for row in bounded]):.2f}x",
+                f"{_bounds(bounded)}; geometric mean of {_cases(len(bounded))}",
             )
         )
     found += [
@@ -113,12 +105,9 @@ def comparisons(outcome: EvaluationOutcome, rows: Sequence[CaseFigures]) -> dict
 
 def cautions(outcome: EvaluationOutcome) -> list[str]:
     """Return what a reader must know before the figures."""
-    versions = tensorflow_versions(outcome)
-    said = ", ".join(f"{version} ({', '.join(systems)})" for version, systems in versions.items())
-    mixed = [f"Not all was measured on the same TensorFlow: {said}."] if len(versions) > 1 else []
     beside = disturbed(outcome)
     other = [f"Other work took half a core or more beside: {'; '.join(beside)}."] if beside else []
-    return [*outcome.setting.notes, *mixed, *other, *_not_run_yet(outcome)]
+    return [*outcome.setting.notes, *other, *_not_run_yet(outcome)]
 
 
 def left_out(outcome: EvaluationOutcome) -> str:
@@ -151,21 +140,6 @@ def _bounds(rows: Sequence[CaseFigures]) -> str:
     rate = f"their set rate ({_cases(len(rates))}: measured)" if rates else "their set rate"
     links = f"the larger of computing alone and the links at {rate}"
     return f"{tcp} ({_cases(len(beside))}), else {links}" if beside else links
-
-
-def _compared(tried: Sequence[Case], baselines: Sequence[str]) -> list[Case]:
-    """Return hvpipe's case and the baselines in each group that has both."""
-    ours = {case.group for case in tried if case.system == OURS}
-    both = {case.group for case in tried if case.system in baselines and case.group in ours}
-    return [case for case in tried if case.group in both and case.system in (OURS, *baselines)]
-
-
-def _failures(left_out: Sequence[Case]) -> str:
-    """Say where hvpipe failed, and which groups do not count because a baseline did; "" without failures."""
-    ours = [case.group for case in left_out if case.system == OURS]
-    others = [case.key for case in left_out if case.system != OURS]
-    said = [f"failed in {', '.join(ours)}"] if ours else []
-    return "; ".join([*said, *([f"not counted, because it failed: {', '.join(others)}"] if others else [])])
 
 
 def _ran_in(compared: Sequence[Comparison], rows: Sequence[CaseFigures], baselines: Sequence[str]) -> str:

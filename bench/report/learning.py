@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.metrics import format_time, median
+from bench.metrics import format_time
 from bench.report.figures import is_exact
 from bench.rounds.record import Round
 
@@ -36,7 +36,9 @@ class Learned:
     def seconds(self) -> float:
         """The median time to the target; infinite if a round does not reach it."""
         return (
-            median([each for each in self.to_target_s if each is not None]) if self.reaches else float("inf")
+            statistics.median([each for each in self.to_target_s if each is not None])
+            if self.reaches
+            else float("inf")
         )
 
     def describe(self) -> str:
@@ -60,7 +62,7 @@ def learning(outcome: EvaluationOutcome) -> dict[str, tuple[float, list[Learned]
         exact = [_last(each) for name, rounds in systems.items() if is_exact(name) for each in rounds]
         if not exact:
             continue
-        target = SHARE * median(exact)
+        target = SHARE * statistics.median(exact)
         learned = [
             Learned(
                 group,

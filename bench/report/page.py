@@ -45,7 +45,6 @@ _HOW = (
 
 
 def page(outcome: EvaluationOutcome) -> str:
-    """Return the whole page."""
     setting = outcome.setting
     rows = all_figures(outcome)
     answers = (

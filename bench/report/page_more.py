@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.metrics import median
 from bench.report.figures import (
     ALONE,
     CaseFigures,
@@ -144,7 +144,6 @@ def time_to_accuracy(outcome: EvaluationOutcome) -> str:
 
 
 def links(outcome: EvaluationOutcome) -> str:
-    """Return the set and the measured rates of links."""
     if not outcome.links:
         return ""
     rows = [

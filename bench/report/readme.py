@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench.errors import BenchError
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
 from bench.report.figures import (
@@ -26,18 +27,14 @@ BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -
 _WIDTH = 120  # of a Markdown line
 
 
-class ReadmeError(ValueError):
-    """Raised for a file that the table cannot be put into."""
-
-
 def rewrite(path: Path, outcome: EvaluationOutcome) -> str:
     """Put the comparison between the comments. Return in words what was done."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ReadmeError(f"The table goes into a file that can be read. Received: {path}") from error
+        raise BenchError(f"The table goes into a file that can be read. Received: {path}") from error
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ReadmeError(f"{path} should have the lines {BEGIN} and {END}, once, in this order")
+        raise BenchError(f"{path} should have the lines {BEGIN} and {END}, once, in this order")
     head, _, rest = text.partition(BEGIN)
     new = f"{head}{BEGIN}\n{comparison(outcome)}\n{END}{rest.partition(END)[2]}"
     if new == text:
@@ -51,7 +48,7 @@ def comparison(outcome: EvaluationOutcome) -> str:
     rows = all_figures(outcome)
     groups = [members for members in by_group(rows).values() if not members[0].case.task.epochs]
     if not groups:
-        raise ReadmeError("The table wants an evaluation with figures of steps. Received: none")
+        raise BenchError("The table wants an evaluation with figures of steps. Received: none")
     systems = list(dict.fromkeys(each.case.system for each in outcome.rounds if not each.case.task.epochs))
     systems.sort(key=lambda system: system != ALONE)
     without = {key: why.partition(",")[0] for key, why in not_measured(outcome).items()}

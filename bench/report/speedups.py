@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from bench.metrics import geometric_mean
 from bench.report.figures import CaseFigures, by_group
 from bench.rounds.record import Case
 from bench.systems import SYSTEMS
@@ -105,7 +104,7 @@ def means(comparisons: Sequence[Comparison]) -> Means | None:
     return Means(
         len(comparisons),
         statistics.fmean(each.reduction for each in comparisons),
-        geometric_mean([each.speedup for each in comparisons]),
+        statistics.geometric_mean([each.speedup for each in comparisons]),
         _interval(comparisons) if all(len(each.ratios) > 1 for each in comparisons) else None,
         min(comparisons, key=lambda each: each.speedup),
         tuple(each.verdict for each in comparisons),
@@ -141,7 +140,7 @@ def _compared(mine: CaseFigures, other: CaseFigures) -> Comparison:
     drained = mine.uneven or other.uneven
     ours, theirs = (row.rounds_wall_s if drained else row.rounds_step_s for row in (mine, other))
     ratios = tuple(theirs[number] / ours[number] for number in sorted(set(ours) & set(theirs)))
-    speedup = geometric_mean(ratios) if ratios else _speedup(mine, other)
+    speedup = statistics.geometric_mean(ratios) if ratios else _speedup(mine, other)
     return Comparison(mine.case.group, mine.case.system, other.case.system, speedup, ratios)
 
 

@@ -47,7 +47,6 @@ def _run(directory: Path, rank: int | None) -> None:
 
 
 def _write(job: RankJob, rank: int, found: RankRound) -> None:
-    """Write what a rank measured."""
     import keras
     import tensorflow as tf
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.errors import ClusterError
 from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
@@ -20,6 +19,8 @@ from bench.launch.processes import run_together
 from bench.rounds.record import Case, Round, rank_round
 from bench.systems import SYSTEMS, System
 from bench.training.workloads import check
+from hvpipe.commands.mpirun import identify
+from hvpipe.errors import HvpipeError
 
 
 def run_round(
@@ -55,7 +56,7 @@ def run_round(
             ignore_cleanup_errors=True,  # NFS keeps files that another host has open
         ) as name:
             round_ = _run(round_, system, cluster, Path(name), timeout_s, python)
-    except (ClusterError, ValueError) as error:
+    except (HvpipeError, ValueError) as error:
         round_ = replace(round_, error=str(error))
     return replace(round_, taken_s=time.monotonic() - began_s)
 
@@ -90,7 +91,7 @@ def _run(
     found: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
     versions = [f"{what} {version}" for what, version in found[0]["versions"].items()]
     if system.start == "mpirun":
-        versions.append(_mpi_version(python))
+        versions.append(identify(mpirun.find_mpirun(python)).name)
     ranks = tuple(rank_round(each["rank"]) for each in found)
     return replace(round_, ranks=ranks, versions=", ".join(versions))
 
@@ -109,8 +110,3 @@ def _unfit(case: Case, system: System, cluster: Hosts | None) -> str:
 def _environment(case: Case) -> dict[str, str]:
     """Return the variables that every system gets: threads, and quiet logs."""
     return {"OMP_NUM_THREADS": str(case.task.threads), "TF_CPP_MIN_LOG_LEVEL": "2"}
-
-
-def _mpi_version(python: str) -> str:
-    first = mpirun.version_line(mpirun.find_mpirun(python))
-    return first.replace("mpirun (", "").replace(")", "") or "MPI"

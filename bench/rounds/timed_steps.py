@@ -6,25 +6,20 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from bench.metrics import median, relative_spread
+from bench.metrics import relative_spread
 from bench.rounds.record import Round, Task
 
 _FEWEST = 2  # with no more steps than these, all count
 
 
-def left_out(task: Task, timed: int) -> int:
-    """Return how many of a round's first timed steps do not count: one, for every system alike.
+def counted(task: Task, step_s: Sequence[float]) -> list[float]:
+    """Return the timed steps of a rank that count: all but a round's first one, for every system alike.
 
     Timed steps are a run of their own, which begins with nothing left over. A system that collects gradients
     in the next step has nothing to collect in the first, so that one is too short. Epochs are timed from
     within a run, so all their steps are complete.
     """
-    return 0 if task.epochs or timed <= _FEWEST else 1
-
-
-def counted(task: Task, step_s: Sequence[float]) -> list[float]:
-    """Return the timed steps of a rank that count."""
-    return list(step_s[left_out(task, len(step_s)) :])
+    return list(step_s if task.epochs or len(step_s) <= _FEWEST else step_s[1:])
 
 
 def counted_steps(rounds: Sequence[Round], rank: int) -> list[float]:
@@ -34,7 +29,7 @@ def counted_steps(rounds: Sequence[Round], rank: int) -> list[float]:
 
 def slowest_rank(rounds: Sequence[Round]) -> int:
     """Return the rank with the longest median step in the rounds of a case."""
-    return max(range(len(rounds[0].ranks)), key=lambda rank: median(counted_steps(rounds, rank)))
+    return max(range(len(rounds[0].ranks)), key=lambda rank: statistics.median(counted_steps(rounds, rank)))
 
 
 def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
@@ -46,21 +41,16 @@ def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
     steps = [step for each in rounds for step in each]
     # Half the distance between quartiles is 0.6745 sigma; the error of a median is 1.2533 sigma / sqrt(n).
     by_steps = relative_spread(steps) / 0.6745 * 1.2533 / math.sqrt(len(steps))
-    return max(by_steps, _between([median(each) for each in rounds]))
+    return max(by_steps, _between([statistics.median(each) for each in rounds]))
 
 
 def mean_noise(rounds: Sequence[Sequence[float]]) -> float:
     """Return the relative standard error of the mean of all steps."""
     steps = [step for each in rounds for step in each]
-    by_steps = deviation(steps) / math.sqrt(len(steps))
+    by_steps = statistics.pstdev(steps) / statistics.fmean(steps) / math.sqrt(len(steps))
     return max(by_steps, _between([statistics.fmean(each) for each in rounds]))
-
-
-def deviation(steps: Sequence[float]) -> float:
-    """Return the standard deviation, relative to the mean."""
-    return statistics.pstdev(steps) / statistics.fmean(steps)
 
 
 def _between(rounds: Sequence[float]) -> float:
     """Return half the distance between the rounds' figures, relative to their median."""
-    return (max(rounds) - min(rounds)) / 2 / median(rounds)
+    return (max(rounds) - min(rounds)) / 2 / statistics.median(rounds)

@@ -25,6 +25,7 @@ class StepWatch:
     """
 
     at_window: Callable[[], None] | None = None
+    helper: int | None = None  # a process whose CPU time counts as this rank's
 
     def __init__(self, open_after: int | None = None, local_rank: int = 0) -> None:
         """`local_rank` selects the host's GPU to sample."""
@@ -51,7 +52,6 @@ class StepWatch:
         self._last_s = time.monotonic()
 
     def step(self) -> None:
-        """Note the end of a step."""
         now_s = time.monotonic()
         took_s, self._last_s = now_s - self._last_s, now_s
         self._done += 1
@@ -75,14 +75,14 @@ class StepWatch:
     def drained(self) -> None:
         """Note that nothing is left to do after the last step."""
         self._ended_s = time.monotonic()
-        self._last = meter.read()
+        self._last = meter.read(self.helper)
         self._sampler.stop()
 
     def _open(self) -> None:
         if self.at_window is not None:
             self.at_window()
         self._sampler.start()
-        self._first = meter.read()
+        self._first = meter.read(self.helper)
         self._paused_s = 0.0  # evaluations before the timed part do not count
         self._began_s = self._last_s = time.monotonic()
 
@@ -94,7 +94,6 @@ class StepWatch:
         return self._first.at_s, self._last.at_s
 
     def rank_round(self) -> RankRound:
-        """Return what was measured."""
         assert self._first is not None
         assert self._last is not None
         wall_s = self._ended_s - self._began_s - self._paused_s

@@ -12,15 +12,6 @@ from bench.systems.tuned import read_tuned
 
 __all__ = ["SYSTEMS", "System"]
 
-_FIT = "driven by Keras `fit`"
-_LOOP = "driven by a loop around a compiled step (tf.function)"
-
-_HOROVOD_NOTES = (
-    f"{_LOOP} with DistributedGradientTape: under Keras 3 `fit` its DistributedOptimizer reduces nothing",
-    "on hosts without GPUs by MPI_Allreduce",
-)
-
-
 # What hvpipe sets for itself over TCP. Also, a thread that waits in MPI gives up its core: Horovod has such a
 # thread beside each computing rank. The rules choose the algorithms that `python -m bench.all_reduce` found
 # to be fastest on links, by the number of ranks and the size.
@@ -41,15 +32,11 @@ def _hvpipe(name: str, title: str, options: Mapping[str, str], **more: Any) -> S
         start="mpirun",
         needs=("tensorflow", "keras", "hvpipe", "mpi4py"),
         options=options,
-        notes=(
-            f"{_FIT}; the timing callback declares that it reads no weights and "
-            "stops nothing, which custom callbacks must declare as well to keep the overlap",
-        ),
     )
     return replace(system, **more)
 
 
-def _horovod(name: str, title: str, environment: dict[str, str], note: str) -> System:
+def _horovod(name: str, title: str, environment: dict[str, str]) -> System:
     return System(
         name=name,
         title=title,
@@ -57,22 +44,16 @@ def _horovod(name: str, title: str, environment: dict[str, str], note: str) -> S
         start="mpirun",
         needs=("tensorflow", "keras", "horovod"),
         environment=environment,
-        notes=(*_HOROVOD_NOTES, note),
     )
 
 
-def _mirrored(name: str, title: str, packs: str) -> System:
+def _mirrored(name: str, title: str) -> System:
     return System(
         name=name,
         title=title,
         adapter="mirrored",
         start="processes",
         options={"bytes_per_pack": "0"},
-        notes=(
-            f"{_LOOP}: Keras 3 `fit` is reported to fail under it (keras issue 20585)",
-            "reduced by RING over gRPC, between GPUs by NCCL",
-            packs,
-        ),
     )
 
 
@@ -80,7 +61,7 @@ def _tuned(system: System) -> System:
     """Return the system with its stored values, and a note that names them."""
     tuned = read_tuned()[system.name]
     values = ", ".join(f"{name}={value}" for name, value in tuned.values.items())
-    return replace(system.tuned(tuned.values), notes=(*system.notes, f"{values}: {tuned.source}"))
+    return replace(system.tuned(tuned.values), notes=(f"{values}: {tuned.source}",))
 
 
 _SINGLE = System(
@@ -88,9 +69,8 @@ _SINGLE = System(
     title="computing alone",
     adapter="single",
     start="processes",
-    notes=(f"{_FIT}; several ranks are as many processes that compute at once and share nothing",),
 )
-_HOROVOD = _horovod("horovod", "Horovod", {}, "default settings, Open MPI's as well")
+_HOROVOD = _horovod("horovod", "Horovod", {})
 _BY_OVERLAP = {each: _hvpipe(each, each, {"overlap": each}) for each in ("none", "backward", "step")}
 _ALL = (
     _SINGLE,
@@ -100,58 +80,24 @@ _ALL = (
         title="computing alone beside plain TCP",
         options={"beside_tcp": "yes"},
         exact=False,
-        notes=(
-            *_SINGLE.notes,
-            "beside each host's first rank a process sends as many bytes as the exchange of all gradients; "
-            "an Embedding's are the batch's rows",
-        ),
     ),
     System(
         name="tf-ps",
         title="TensorFlow parameter servers",
         adapter="parameter_server",
         start="servers",
-        notes=(
-            f"{_LOOP}, dispatched by ClusterCoordinator: Keras 3 `fit` does not support parameter servers",
-            "a worker and a parameter server on every host, the coordinator on the first; variables in turn "
-            "on the servers, whole: a step of Keras 3 fails under a variable_partitioner",
-            "asynchronous, as in TensorFlow 2: each worker pulls, computes and pushes by itself, and its "
-            "gradient counts for its share of the global batch",
-            "Keras 3's LSTM reads its recurrent weights anew at each time step: here over the link",
-            "a step ends when as many batches are done as there are workers; CPU and memory are those of the "
-            "host's worker and server; steps end in bursts, so the step here is their mean with draining",
-        ),
         uneven=True,
         exact=False,
     ),
-    _mirrored(
-        "tf-mwms",
-        "TensorFlow MultiWorkerMirrored",
-        "default settings: gradients travel in one pack, once the last one is computed",
-    ),
-    _tuned(
-        _mirrored(
-            "tf-mwms-tuned",
-            "TensorFlow MultiWorkerMirrored, tuned",
-            "gradients in packs, which travel while those of earlier layers are computed",
-        )
-    ),
+    _mirrored("tf-mwms", "TensorFlow MultiWorkerMirrored"),
+    _tuned(_mirrored("tf-mwms-tuned", "TensorFlow MultiWorkerMirrored, tuned")),
     _HOROVOD,
-    _tuned(
-        _horovod(
-            "horovod-tuned",
-            "Horovod, tuned",
-            _OPEN_MPI,
-            "Open MPI yields when idle, has hvpipe's eager limit of 256 KiB over TCP, and the algorithm that "
-            "is best on links: recursive doubling; from 3 ranks and 1 MiB on, a ring",
-        )
-    ),
+    _tuned(_horovod("horovod-tuned", "Horovod, tuned", _OPEN_MPI)),
     replace(
         _HOROVOD,
         name="horovod-gloo",
         title="Horovod, under horovodrun --gloo",
         start="horovodrun",
-        notes=(_HOROVOD.notes[0], "started by horovodrun --gloo"),
     ),
     *_BY_OVERLAP.values(),
     *(

@@ -12,7 +12,6 @@ from bench.training.workloads import batches_of, loss_of, make_model, make_optim
 
 
 def train(job: RankJob) -> None:
-    """Do a rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
     claim_gpu(*job.local_rank_and_size)
     import horovod

@@ -13,7 +13,6 @@ EXACT_STEPS = 20  # at the start of a training by epochs
 
 
 def train(job: RankJob) -> None:
-    """Do a rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
     import hvpipe
     import hvpipe.keras as hk

@@ -40,6 +40,11 @@ class RingStream:
             here = firsts.index(job.directory / f"stream-{job.rank}")
             self._tell(firsts[(here + 1) % len(firsts)].read_text())
 
+    @property
+    def pid(self) -> int | None:
+        """The stream's process, if this rank has one."""
+        return None if self._process is None else self._process.pid
+
     def __enter__(self) -> RingStream:
         return self
 

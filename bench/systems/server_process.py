@@ -18,12 +18,10 @@ PERIOD_S = 0.2
 
 
 def readings_file(directory: Path, job: str, index: int) -> Path:
-    """Return the file with the readings of a process."""
     return directory / f"{job}-{index}.readings"
 
 
 def read_file(path: Path) -> list[meter.Reading]:
-    """Read the readings so far."""
     lines = path.read_text().split("\n")[:-1]  # the last line may be incomplete
     return [meter.Reading(**json.loads(line)) for line in lines]
 

@@ -16,7 +16,6 @@ from bench.training.workloads import compiled_model, train_whole_steps
 
 
 def train(job: RankJob) -> None:
-    """Do a rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
     claim_gpu(*job.local_rank_and_size)
     train_whole_steps(job)
@@ -27,6 +26,7 @@ def train(job: RankJob) -> None:
     job.meet("built")
     if "beside_tcp" in job.options:
         with RingStream(job, job.gradient_bytes) as stream:
+            job.watch.helper = stream.pid
             fit(keras, model, job, [_moves_bytes(keras, stream)])
         return
     fit(keras, model, job)

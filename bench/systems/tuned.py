@@ -19,7 +19,6 @@ class Tuned:
 
 
 def read_tuned(file: Path = FILE) -> dict[str, Tuned]:
-    """Read the settings by system."""
     found = json.loads(file.read_text(encoding="utf-8"))
     return {system: Tuned(**tuned) for system, tuned in found.items()}
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.errors import BenchError
 from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.training import datasets
@@ -116,22 +117,22 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def check(task: Task) -> None:
-    """Raise ValueError, which says what is wanted, if a task cannot be trained."""
+    """Raise BenchError, which says what is wanted, if a task cannot be trained."""
     workload = WORKLOADS.get(task.workload)
     if workload is None:
         names = ", ".join(WORKLOADS)
-        raise ValueError(f"The workload must be one of {names}. Received: workload={task.workload!r}")
+        raise BenchError(f"The workload must be one of {names}. Received: workload={task.workload!r}")
     if task.pixels < workload.least_pixels:
-        raise ValueError(
+        raise BenchError(
             f"{workload.title} needs {workload.least_pixels} pixels. Received: pixels={task.pixels}"
         )
     if task.epochs and workload.data not in DATASETS:
         names = ", ".join(name for name, each in WORKLOADS.items() if each.data in DATASETS)
-        raise ValueError(f"Workloads that train epochs are {names}. Received: workload={task.workload!r}")
+        raise BenchError(f"Workloads that train epochs are {names}. Received: workload={task.workload!r}")
     if min(task.batch, task.threads, task.steps, task.warm_up, *task.shares) < 1:
-        raise ValueError(f"Batch, shares, threads, steps and warm-up must be at least 1. Received: {task}")
+        raise BenchError(f"Batch, shares, threads, steps and warm-up must be at least 1. Received: {task}")
     if min(task.epochs, task.seed) < 0:
-        raise ValueError(f"Epochs and the seed must be at least 0. Received: {task}")
+        raise BenchError(f"Epochs and the seed must be at least 0. Received: {task}")
 
 
 def make_model(keras: Any, task: Task) -> Any:
@@ -177,7 +178,7 @@ def runs_of(job: RankJob) -> list[tuple[int, int, bool]]:
         return [(1, job.task.warm_up, False), (1, job.task.steps, True)]
     steps = _steps_of_epoch(job)
     if job.task.epochs * steps <= job.task.warm_up:
-        raise ValueError(
+        raise BenchError(
             f"Epochs must have more steps than the {job.task.warm_up} of the warm-up. "
             f"Received: epochs={job.task.epochs} of {steps} steps, of {sum(job.batches)} samples"
         )

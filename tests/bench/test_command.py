@@ -15,8 +15,8 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from bench import command
-from bench.errors import ClusterError
+from bench import __main__ as command
+from bench.errors import BenchError
 from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import Journal
 from bench.evaluation.outcome import EvaluationOutcome
@@ -178,7 +178,7 @@ def test_missing_matplotlib_is_an_error_before_any_measurement(
 SLEEPER = """
 import sys
 from pathlib import Path
-from bench import command
+from bench import __main__ as command
 from bench.evaluation.host_selection import HostSelection
 from bench.launch.processes import Command, run_together
 from bench.rounds import round
@@ -254,14 +254,6 @@ def test_one_cluster_for_a_whole_suite(
     assert "digits-64/8/theirs.toml-3/weak: " in capsys.readouterr().out
 
 
-def test_a_plan_as_json(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--plan", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert [(each["name"], each["rounds"]) for each in plan["groups"]] == [("digits-64/8/loopback-2/weak", 1)]
-    assert plan["groups"][0]["systems"] == ["single", "horovod", "hvpipe-step"]
-    assert list(plan["skipped"]) == ["horovod"]
-
-
 def test_report_writes_the_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = (finished(case("single"), 1.0), finished(case("hvpipe-step"), 2.0))
     folder = written(tmp_path / "a", *rounds)
@@ -295,7 +287,7 @@ def test_hosts_that_do_not_come_up_are_exit_code_1(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(self: HostSelection, cluster: str) -> None:
-        raise ClusterError("no such rate")
+        raise BenchError("no such rate")
 
     words = ["run", suite, "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import threading
@@ -12,6 +13,7 @@ from bench import metrics
 from bench.all_reduce import __main__ as all_reduce
 from bench.all_reduce.report import AllReduceReport, Row
 from bench.cluster.two_way_stream import measure, serve
+from bench.errors import BenchError
 
 MB = 1 << 20
 
@@ -36,10 +38,6 @@ def test_communication_bound() -> None:
 
 
 def test_means() -> None:
-    assert metrics.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-    assert math.isnan(metrics.geometric_mean([]))
-    assert metrics.median([3.0, 1.0, 2.0]) == 2.0
-    assert math.isnan(metrics.median([]))
     # The quartiles of 8 9 10 11 12 are 9 and 11: half their distance is 1, a tenth of the median.
     assert metrics.relative_spread([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(0.1)
     assert metrics.relative_spread([8.0]) == 0.0
@@ -49,7 +47,7 @@ def test_sizes_of_a_sweep() -> None:
     assert metrics.sizes(4096, 256 * MB) == [4096 * 4**i for i in range(9)]
     assert metrics.sizes(4, 100) == [4, 16, 64, 100]
     assert metrics.sizes(64, 64) == [64]
-    with pytest.raises(ValueError, match="Received: smallest=64, largest=4"):
+    with pytest.raises(BenchError, match="Received: smallest=64, largest=4"):
         metrics.sizes(64, 4)
 
 
@@ -61,7 +59,7 @@ def test_size_is_read(text: str, size: int) -> None:
 
 
 def test_bad_size_is_named() -> None:
-    with pytest.raises(ValueError, match="Received: size='big'"):
+    with pytest.raises(BenchError, match="Received: size='big'"):
         metrics.parse_size("big")
 
 
@@ -133,11 +131,10 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert report.fraction(rows[0], "hvpipe") == pytest.approx(0.5)
 
 
-def test_all_reduce_report_round_trip_and_text() -> None:
+def test_all_reduce_report_as_json_and_text() -> None:
     report = one_host_report()
-    again = AllReduceReport.from_json(report.to_json())
-    assert again == report
-    text = again.to_text()
+    assert json.loads(report.to_json())["summary"] == report.summary()
+    text = report.to_text()
     assert all(part in text for part in ("4 KB", "9.00x", "of copy"))
     # 4 MiB in 100 us on 2 ranks.
     assert "41.94" in text

@@ -92,10 +92,15 @@ def test_cases_with_a_file_are_not_run_again(
 
 def test_arguments_are_passed_to_bench_pipeline(tmp_path: Path, monkeypatch: Any) -> None:
     given = []
-    monkeypatch.setattr(pipelines.pipeline, "_drive", lambda arguments, words: given.append(arguments))
+
+    def drive(arguments: Any, words: list[str]) -> None:
+        given.append(arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipelines.pipeline, "_drive", drive)
     words = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "transformer", "--steps", "5"]
     words += ["--methods", "greedy,even"]
-    assert pipelines.main(words) == 0
+    assert pipelines.main(words) == 130
     (case,) = given
     assert (case.spec.name, case.model, case.pixels, case.steps) == ("slow-cpu.toml", "transformer", 128, 5)
     assert case.methods == "greedy,even"

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from bench import command as bench_command
+from bench import __main__ as bench_command
 from bench import tune
 from bench.hosts.real_hosts import RealHosts
 from bench.rounds.record import Case, Round

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.cluster import network
-from bench.cluster.virtual_cluster import ClusterError, VirtualCluster, equal_hosts
+from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
+from bench.errors import BenchError
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -132,7 +133,7 @@ def test_two_hosts(form: str) -> None:
     """horovodrun starts a rank on another host by ssh; here, in another network namespace."""
     try:
         network.require_privileges()
-    except ClusterError as error:
+    except BenchError as error:
         pytest.skip(str(error))
     with VirtualCluster(equal_hosts(2, "1gbit")) as cluster:
         names = [host.name for host in cluster.spec.hosts]

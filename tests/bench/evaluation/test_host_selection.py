@@ -11,10 +11,10 @@ import pytest
 from bench.cluster import link_rate
 from bench.cluster.spec import ClusterSpec, HostSpec, equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.evaluation import host_selection
 from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
-from bench.evaluation.suite import Group, Suite, SuiteError
+from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.real_hosts import RealHosts
 from bench.launch import mpirun
@@ -25,7 +25,7 @@ SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"
 
 def test_without_root_plain_loopback_is_used_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
-        raise ClusterError("root is wanted")
+        raise BenchError("root is wanted")
 
     monkeypatch.setattr(host_selection, "require_privileges", refuse)
     found = select_hosts(None)
@@ -35,7 +35,7 @@ def test_without_root_plain_loopback_is_used_and_noted(monkeypatch: pytest.Monke
     with found.bring_up(SUITE.groups[0]) as hosts:
         assert hosts is None
     assert found.facts("loopback").slowest_bits_per_s is None
-    with pytest.raises(ClusterError, match="root is wanted"):
+    with pytest.raises(BenchError, match="root is wanted"):
         one_cluster("2x1gbit")  # a request for a cluster never falls back to loopback
 
 
@@ -43,7 +43,7 @@ def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(self: VirtualCluster, owner_pid: int = 0) -> None:
-        raise ClusterError("`ip netns add` failed: Operation not permitted.")
+        raise BenchError("`ip netns add` failed: Operation not permitted.")
 
     monkeypatch.setattr(host_selection, "require_privileges", lambda: None)
     monkeypatch.setattr(VirtualCluster, "up", refuse)
@@ -59,9 +59,9 @@ def test_limits_that_do_not_work_here_are_noted_once(
     def up(self: VirtualCluster, owner_pid: int = 0) -> None:
         (host,) = self.spec.hosts
         if lacking == "rate" and host.rate_bits_per_s is not None:
-            raise ClusterError("no token bucket")
+            raise BenchError("no token bucket")
         if lacking == "cpus" and host.cpus is not None:
-            raise ClusterError("no cpu controller")
+            raise BenchError("no cpu controller")
 
     monkeypatch.setattr(host_selection, "require_privileges", lambda: None)
     monkeypatch.setattr(VirtualCluster, "up", up)
@@ -76,14 +76,14 @@ def test_limits_that_do_not_work_here_are_noted_once(
     fitted = found.fit(Suite("mine", "Mine", (*SUITE.groups, limited)))
     assert fitted.groups == SUITE.groups
     assert fitted.notes == ("digits-64/8/half-2/weak is left out: no cpu controller",)
-    with pytest.raises(ClusterError, match="no cpu controller"):
+    with pytest.raises(BenchError, match="no cpu controller"):
         one_cluster("slow-cpu")
     assert one_cluster("2x1gbit").cluster == ("2x1gbit", equal_hosts(2, "1gbit"))
 
 
 def test_a_suite_without_clusters_needs_hosts_or_a_cluster() -> None:
     suite = Suite("mine", "Mine", (Group(Task("digits", 8), "hosts", 1, ("a",)),))
-    with pytest.raises(SuiteError, match=r"need --hosts or --cluster\. Received: neither"):
+    with pytest.raises(BenchError, match=r"need --hosts or --cluster\. Received: neither"):
         HostSelection().fit(suite)
     spec = equal_hosts(3, "1gbit")
     (group,) = HostSelection(cluster=("mine.toml", spec)).fit(suite).groups
@@ -101,9 +101,9 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("bench.launch.mpirun.run", answer)
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
     monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
-    with pytest.raises(ClusterError, match=r"Received: host='b', ssh: no route to host"):
+    with pytest.raises(BenchError, match=r"Received: host='b', ssh: no route to host"):
         select_hosts("a:2,b:2")
-    with pytest.raises(ClusterError, match="Received: --hosts 'a:x'"):
+    with pytest.raises(BenchError, match="Received: --hosts 'a:x'"):
         select_hosts("a:x")
     hosts = RealHosts("a:2,c")
     hosts.require_answers()
@@ -111,7 +111,7 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert hosts.cores_of_rank() == 6  # 12 cores for two ranks, 8 for one
     silent = RealHosts("a,d")
     silent.require_answers()
-    with pytest.raises(ClusterError, match=r"or give --threads. Received: host='d', ''"):
+    with pytest.raises(BenchError, match=r"or give --threads. Received: host='d', ''"):
         silent.cores_of_rank()
     command = hosts.mpirun_command(3, ["python", "x.py"])
     assert command[:3] == ["/python/mpirun", "-np", "3"]
@@ -139,7 +139,7 @@ def test_a_host_that_does_not_share_the_current_folder_is_named(
     monkeypatch.setattr("bench.launch.mpirun.run", answer)
     monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ClusterError, match=r"the current folder.*Received: host='b'.*ls: cannot access it"):
+    with pytest.raises(BenchError, match=r"the current folder.*Received: host='b'.*ls: cannot access it"):
         select_hosts("a:2,b:2")
     assert list(tmp_path.iterdir()) == []
     RealHosts("a:2,c").require_answers()

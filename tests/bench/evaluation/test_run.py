@@ -14,14 +14,14 @@ import pytest
 
 from bench.cluster.spec import equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.evaluation import run as evaluation
 from bench.evaluation.host_selection import HostSelection
-from bench.evaluation.journal import FILE, Journal, JournalError, alone_in
-from bench.evaluation.outcome import EvaluationOutcome, OutcomeError
+from bench.evaluation.journal import FILE, Journal, alone_in
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.progress import EvaluationProgress, format_left
 from bench.evaluation.run import Evaluation, setting_of
-from bench.evaluation.suite import Group, Suite, SuiteError
+from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.real_hosts import RealHosts
 from bench.rounds.record import Case, Round, Task
@@ -139,7 +139,7 @@ def test_a_missing_system_is_skipped_by_name_and_run_once_installed(tmp_path: Pa
 
 @contextmanager
 def broken(self: HostSelection, cluster: str) -> Iterator[None]:
-    raise ClusterError("no such rate")
+    raise BenchError("no such rate")
     yield  # noqa: V201
 
 
@@ -159,6 +159,21 @@ def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_agai
     assert systems.asked == ALL
     assert all(each.ok for each in outcome.rounds)
     assert Journal.kept_in(tmp_path) == outcome
+
+
+def test_a_cluster_that_cannot_be_taken_down_does_not_undo_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def stays(self: HostSelection, cluster: str) -> Iterator[None]:
+        yield
+        raise BenchError("busy cgroup")
+
+    monkeypatch.setattr(HostSelection, "bring_up", stays)
+    outcome, said = run(tmp_path, Systems())
+    assert all(each.ok for each in outcome.rounds)
+    assert "measured; its hosts could not be ended: busy cgroup" in said
+    assert "not run" not in said
 
 
 def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
@@ -187,7 +202,7 @@ def test_failed_links_run_again_on_request(tmp_path: Path) -> None:
 def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
     run(tmp_path, Systems())
     other = replace(SUITE, groups=(replace(SUITE.groups[0], rounds=3),))
-    with pytest.raises(JournalError, match=r"holds the results of another plan.*Received: suite 'mine'"):
+    with pytest.raises(BenchError, match=r"with another plan.*Received: plan \w+ of suite 'mine' \(now"):
         run(tmp_path, Systems(), other)
 
 
@@ -210,7 +225,7 @@ def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: st
     of({**SOFTWARE, "horovod": "0.28.1"}).run(
         tmp_path, EvaluationProgress(4, io.StringIO())
     )  # installed since then
-    with pytest.raises(JournalError, match=f"begun with other software.*Received: {received}"):
+    with pytest.raises(BenchError, match=f"software, .*Received: {received}"):
         of({**SOFTWARE, **now}).run(tmp_path, EvaluationProgress(4, io.StringIO()))
 
 
@@ -218,7 +233,7 @@ def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pyte
     run(tmp_path, Systems())
     machine = replace(evaluation.describe_hardware(), hvpipe="9.9.9")
     monkeypatch.setattr(evaluation, "describe_hardware", lambda: machine)
-    with pytest.raises(JournalError, match=r"Received: hvpipe bench \S+ \(now 9\.9\.9\)"):
+    with pytest.raises(BenchError, match=r"Received: hvpipe bench \S+ \(now 9\.9\.9\)"):
         run(tmp_path, Systems())
 
 
@@ -236,12 +251,12 @@ def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
 
     on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
     on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
-    with pytest.raises(JournalError, match=r"begun on other hosts \(hosts a:1, b:1\).*Received: hosts c:2"):
+    with pytest.raises(BenchError, match=r"Received: on hosts a:1, b:1 \(now hosts c:2\)"):
         on("c:2").run(tmp_path, EvaluationProgress(4, io.StringIO()))
 
 
 def test_a_folder_in_use_by_another_evaluation_is_refused(tmp_path: Path) -> None:
-    with alone_in(tmp_path), pytest.raises(JournalError, match="One evaluation at a time"):
+    with alone_in(tmp_path), pytest.raises(BenchError, match="One evaluation at a time"):
         run(tmp_path, Systems())
     run(tmp_path, Systems())
 
@@ -249,7 +264,7 @@ def test_a_folder_in_use_by_another_evaluation_is_refused(tmp_path: Path) -> Non
 def test_a_suite_that_cannot_run_here_at_all(tmp_path: Path) -> None:
     shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
     with pytest.raises(
-        SuiteError, match=r"Received: none, not root; .* is left out: shares should have one for each of 2"
+        BenchError, match=r"Received: none, not root; .* is left out: shares should have one for each of 2"
     ):
         Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
 
@@ -257,7 +272,7 @@ def test_a_suite_that_cannot_run_here_at_all(tmp_path: Path) -> None:
 def test_groups_left_out_are_in_the_plan_and_the_report() -> None:
     strong = Group(Task("digits", 3), "3x1gbit", 3, ("a",), scaling="strong")
     evaluated = Evaluation(Suite("mine", "Mine", (*SUITE.groups, strong)), HERE, Systems(), {})
-    (said,) = evaluated.plan()["notes"]
+    (said,) = evaluated._suite.notes
     assert said.startswith("digits-64/3/3x1gbit-3/strong is left out: ")
     assert said in evaluated.describe()
     assert setting_of(evaluated._suite, HERE).notes == ("not root", said)
@@ -265,19 +280,19 @@ def test_groups_left_out_are_in_the_plan_and_the_report() -> None:
 
 def test_a_file_that_is_not_a_journal(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("[]")
-    with pytest.raises(OutcomeError, match=rf"{FILE}: Results should be"):
+    with pytest.raises(BenchError, match=rf"{FILE}: Results should be"):
         run(tmp_path, Systems())
 
 
 def test_files_that_are_not_results(tmp_path: Path) -> None:
-    with pytest.raises(OutcomeError, match=r"can be read. Received: "):
+    with pytest.raises(BenchError, match=r"can be read. Received: "):
         EvaluationOutcome.read(tmp_path)
     found = json.loads(run(tmp_path, Systems())[0].to_json())
     found["rounds"][0]["ranks"][0]["step_s"] = [float("nan")]
     steps = json.dumps(found)
     for text in ("", "[]", "{}", "5", json.dumps({"format": 99}), '{"format": 1, "setting": []}', steps):
         (tmp_path / "results.json").write_text(text)
-        with pytest.raises(OutcomeError, match=r"results\.json: Results should be .*Received: "):
+        with pytest.raises(BenchError, match=r"results\.json: Results should be .*Received: "):
             EvaluationOutcome.read(tmp_path)
 
 
@@ -314,7 +329,7 @@ def test_scaling_is_measured_on_fewer_hosts_too(tmp_path: Path, monkeypatch: pyt
     assert slots == [2, 2, 3, 3, 4, 4, 4]
     for text in ("0", "4", "two", ""):
         says = f"from 1 to 3, the number of --hosts.*Received: --host-counts '{text}'"
-        with pytest.raises(SuiteError, match=says):
+        with pytest.raises(BenchError, match=says):
             where.on_counts(text)
 
 

@@ -63,7 +63,12 @@ def test_the_commit_covers_the_measured_code(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "csrc" / "file").write_text("3\n")
     assert commit() not in (first, changed)
     git(tmp_path, "commit", "-q", "-a", "-m", "three")
-    assert commit() not in (None, first)
+    third = commit()
+    assert third not in (None, first)
+    for content in ("4\n", "5\n"):
+        (tmp_path / "bench" / "new").write_text(content)
+        assert commit() not in (third, changed)
+        changed = commit()
 
 
 def test_only_versions_known_on_both_sides_can_differ() -> None:

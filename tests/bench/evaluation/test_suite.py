@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cluster.named_clusters import cluster_spec, cores_of_rank, named_cluster
-from bench.cluster.spec import ClusterSpec, HostSpec, read_spec
-from bench.errors import ClusterError
+from bench.cluster.spec import ClusterSpec, HostSpec, cluster_spec, cores_of_rank, named_cluster, read_spec
 from bench.evaluation.read_suite import read_suite, suite_names
-from bench.evaluation.suite import Group, SuiteError, shares_by_speed
+from bench.evaluation.suite import Group, shares_by_speed
 from bench.rounds.record import Task
+from hvpipe.errors import HvpipeError
 
 SYSTEMS = (
     *("single", "tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned"),
@@ -116,7 +115,7 @@ def test_strong_scaling_divides_one_batch_among_any_number_of_ranks(tmp_path: Pa
         ("resnet50-64/1/hosts-8/strong", 1),
     ]
     says = r"mine\.toml: .* whole step's, and 3 ranks should .* evenly\. Received: batch=8"
-    with pytest.raises(SuiteError, match=says):
+    with pytest.raises(HvpipeError, match=says):
         read_suite(written(tmp_path, STRONG.replace("2x1gbit", "3x1gbit")), SYSTEMS)
 
 
@@ -155,7 +154,9 @@ def test_epochs_keep_enough_steps_on_many_ranks(tmp_path: Path) -> None:
     most = suite.on_one_cluster("hosts", 400)
     assert not most.groups
     assert "examples should have more steps than the warm-up's 3" in most.notes[0]
-    with pytest.raises(SuiteError, match=r"mine\.toml: epochs .* Received: 32 samples on each of 60 ranks"):
+    with pytest.raises(
+        HvpipeError, match=r"mine\.toml: .*: epochs .* Received: 32 samples on each of 60 ranks"
+    ):
         read_suite(written(tmp_path, digits.replace("2x1gbit", "60x1gbit")), SYSTEMS)
 
 
@@ -174,12 +175,12 @@ def test_a_cluster_may_be_a_file_beside_the_suite(tmp_path: Path, monkeypatch: p
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.toml").write_text(MINE.replace("1.5", "1"))
     both = GROUP.replace('"2x1gbit"', '"theirs/mine.toml", "other/mine.toml"')
-    with pytest.raises(SuiteError, match="Received: "):
+    with pytest.raises(HvpipeError, match="Received: "):
         read_suite(written(tmp_path, both), SYSTEMS)
     apart = GROUP.replace("2x1gbit", "theirs/mine.toml") + GROUP.replace("resnet50", "vgg16").replace(
         "2x1gbit", "other/mine.toml"
     )
-    with pytest.raises(SuiteError, match=r"different file names. Received: 'mine\.toml'"):
+    with pytest.raises(HvpipeError, match=r"different file names. Received: 'mine\.toml'"):
         read_suite(written(tmp_path, apart), SYSTEMS)
 
 
@@ -209,7 +210,7 @@ def test_auto_threads_follow_from_the_cores_of_a_rank(tmp_path: Path) -> None:
 def test_selecting_systems() -> None:
     suite = read_suite("quick", SYSTEMS).only_systems(["tf-ps"])
     assert {group.systems for group in suite.groups} == {("tf-ps",)}
-    with pytest.raises(SuiteError, match=r"Systems of this suite are single.*Received: \['hvpipe-stpe'\]"):
+    with pytest.raises(HvpipeError, match=r"Systems of this suite are single.*Received: \['hvpipe-stpe'\]"):
         read_suite("quick", SYSTEMS).only_systems(["hvpipe-stpe", "tf-ps"])
 
 
@@ -230,63 +231,40 @@ def test_shares_add_up_and_follow_the_cpu_time_of_hosts(batch: int, speeds: list
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "Received: none"),
+        ("group = []", "Received: none"),
         ("[group", "should be TOML"),
-        (GROUP + "colour = 1", "Received: colour"),
-        ("[defaults]\ncolour = 1\n" + GROUP, "Received: colour"),
-        ("defaults = 5\n" + GROUP, r"\[defaults\] should be a table. Received: 5"),
-        (GROUP.replace("batch = 8\n", ""), "a group has workload, batch"),
+        (GROUP + "colour = 1", r"mine\.toml: group\[0\] should have only .*Received: 'colour'"),
+        ("[defaults]\ncolour = 1\n" + GROUP, "Received: 'colour'"),
+        (GROUP.replace("batch = 8\n", ""), "batch should be a number"),
         (GROUP.replace('clusters = ["2x1gbit"]', 'shares = "proportional"'), "name clusters. Received: none"),
-        (GROUP.replace('"all"', '["tf-ps", "absent"]'), r"Received: \['absent'\]"),
-        (GROUP.replace('"all"', "[]"), r"Received: \[\]"),
-        (GROUP.replace('"all"', '"single"'), "systems should be a list of names.*Received: 'single'"),
+        (GROUP.replace('"all"', '["tf-ps", "absent"]'), r"systems should be names of single.*'absent'\]"),
         (GROUP.replace('"all"', '["tf-ps", "tf-ps"]'), "each once"),
-        (GROUP.replace('"all"', "5"), "Received: 5"),
-        (GROUP.replace('["2x1gbit"]', '"2x1gbit"'), "clusters should be a list of names"),
-        (GROUP.replace('["2x1gbit"]', "[2]"), "clusters should be a list of names"),
-        (GROUP.replace("resnet50", "resnet51"), "workload='resnet51'"),
-        (GROUP.replace('"resnet50"', "[]"), r"the workload should be a name. Received: \[\]"),
-        (GROUP.replace("batch = 8", 'batch = "8"'), "batch should be a whole number. Received: '8'"),
-        (GROUP.replace("batch = 8", "batch = true"), "Received: True"),
+        (GROUP.replace('"all"', "[]"), r"Received: \[\]"),
+        (GROUP.replace("resnet50", "resnet51"), r"group\[0\]: The workload .* workload='resnet51'"),
         (GROUP.replace("batch = 8", "batch = 0"), "batch=0"),
-        (GROUP + 'threads = "all"', "threads should be 'auto', or a whole number.*Received: 'all'"),
-        (GROUP + "threads = 0", "at least 1. Received: 0"),
-        (GROUP + "steps = 2.5", "steps should be a whole number"),
-        (GROUP.replace("resnet50", "digits") + "epochs = -1", "epochs=-1"),
-        (GROUP + "rounds = 0", "rounds should be a whole number of at least 1. Received: 0"),
-        (GROUP + 'rounds = "2"', "Received: '2'"),
-        (GROUP + 'once = ["absent"]', r"once should be of the group's systems. Received: \['absent'\]"),
+        (GROUP + 'threads = "all"', "threads should be a number.*Received: threads='all'"),
+        (GROUP + 'once = ["absent"]', r"once should be names of .*Received: \['absent'\]"),
         (GROUP + 'scaling = "medium"', "Received: 'medium'"),
-        (GROUP + 'shares = "ab"', "Received: 'ab'"),
-        (GROUP + "shares = [16, 0]", r"shares=\(16, 0\)"),
-        (GROUP + "shares = 8", "Received: 8"),
-        ("group = 5", r"\[\[group\]\] should be tables. Received: 5"),
-        (GROUP.replace("[[group]]", "[group]"), "should be tables"),
-        ("title = 5\n" + GROUP, "title should be a text. Received: 5"),
+        (GROUP + "shares = [16, 0]", "shares should be a whole number of at least 1. Received: shares=0"),
+        (GROUP + "shares = [8.5, 7.5]", "Received: shares=8.5"),
         (GROUP + "shares = [1, 2, 3]", "one for each of 2 ranks"),
         (GROUP + GROUP, "each once. Received: .'resnet50-64/8/2x1gbit-2/weak'"),
     ],
 )
 def test_errors_in_a_suite_are_named(text: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(SuiteError, match=says):
+    with pytest.raises(HvpipeError, match=says):
         read_suite(written(tmp_path, text), SYSTEMS)
 
 
-def test_a_file_that_is_not_text(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_bytes(b"title = '\xff'")
-    with pytest.raises(SuiteError, match=r"mine\.toml should be TOML"):
-        read_suite(str(tmp_path / "mine.toml"), SYSTEMS)
-
-
 def test_unknown_names() -> None:
-    with pytest.raises(SuiteError, match=r"accuracy, curve, .*, or a TOML file. Received: 'fast'"):
+    with pytest.raises(HvpipeError, match=r"accuracy, curve, .*, or a TOML file. Received: 'fast'"):
         read_suite("fast", SYSTEMS)
-    with pytest.raises(ClusterError, match=r"gigabit-2.*Received: 'cloud'"):
+    with pytest.raises(HvpipeError, match=r"gigabit-2.*Received: 'cloud'"):
         cluster_spec("cloud")
     for path in ("/tmp/x", "slow-cpu/", "../clusters/slow-cpu"):
-        with pytest.raises(ClusterError, match=r"gigabit-2.* or a TOML file, as in mine\.toml\. Received"):
+        with pytest.raises(HvpipeError, match=r"gigabit-2.* or a TOML file, as in mine\.toml\. Received"):
             cluster_spec(path)
-    with pytest.raises(ClusterError, match=r"file must be readable. Received: .*absent\.toml"):
+    with pytest.raises(HvpipeError, match=r"absent\.toml should be a TOML file"):
         named_cluster("absent.toml", Path())
     assert cluster_spec("2x1.5gbit").slowest_rate_bits_per_s == 1.5e9
     assert cluster_spec("2x300mbit").slowest_rate_bits_per_s == 300e6
@@ -296,7 +274,7 @@ def test_unknown_names() -> None:
 def test_at_most_some_rounds(tmp_path: Path) -> None:
     suite = read_suite(written(tmp_path, GROUP + "rounds = 3"), ("a", "b", "c"))
     assert [suite.at_most(rounds).groups[0].rounds for rounds in (1, 5)] == [1, 3]
-    with pytest.raises(SuiteError, match=r"at least one round\. Received: 0"):
+    with pytest.raises(HvpipeError, match=r"at least one round\. Received: 0"):
         suite.at_most(0)
 
 

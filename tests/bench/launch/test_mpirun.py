@@ -10,7 +10,7 @@ import pytest
 
 from bench.cluster import network
 from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
-from bench.errors import ClusterError
+from bench.errors import BenchError
 
 WHERE_AM_I = (
     "from mpi4py import MPI; import socket, os; world = MPI.COMM_WORLD;"
@@ -23,7 +23,7 @@ WHERE_AM_I = (
 def test_ranks_live_on_different_hosts() -> None:
     try:
         network.require_privileges()
-    except ClusterError as error:
+    except BenchError as error:
         pytest.skip(str(error))
     with VirtualCluster(equal_hosts(2, "100mbit"), f"hvmpi{os.getpid()}") as cluster:
         result = cluster.run(2, [sys.executable, "-c", WHERE_AM_I], timeout_s=60, env={"HV_SEEN": "yes"})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from bench.planning.__main__ import all_cases, main
+from bench.planning import __main__ as planning
+from bench.planning.__main__ import all_cases
 from bench.planning.report import PlanningCase, PlanningReport, Result
 
 
@@ -30,15 +32,16 @@ def test_figures_by_hand() -> None:
     assert figures["cases_with_a_random_placement_that_fits"] == 2
     assert (figures["greedy_over_random_least"], figures["greedy_over_random_geometric_mean"]) == (2.0, 4.0)
     assert math.isnan(report.results[2].speedup)
-    lines = report.to_text().splitlines()
-    assert lines[2].split() == ["m", "equal", "2", "1.2100", "1.1000", "2.00x", "4.00x"]
-    assert lines[3].split() == ["m", "short", "1", "1.0000", "1.0000", "none", "fits"]
+    assert "greedy_over_random_geometric_mean = 4\n" in report.to_text() + "\n"
 
 
-def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "planning.json"
-    arguments = ["--models", "alexnet", "--devices", "3", "--draws", "3"]
-    assert main([*arguments, "--json", str(target)]) == 0
+    monkeypatch.setattr(planning, "all_cases", lambda *_: all_cases(["alexnet"], [3]))
+    monkeypatch.setattr(planning, "measure", partial(planning.measure, draws=3))
+    assert planning.main(["--json", str(target)]) == 0
     assert "greedy_of_exact_worst" in capsys.readouterr().out
     results = json.loads(target.read_text())["results"]
     assert len(results) == 8

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from bench.errors import ClusterError
+from bench.errors import BenchError
 from bench.evaluation.journal import Journal
 from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import RealHosts
@@ -173,11 +173,6 @@ def test_plain_tcp_is_skipped_on_one_host() -> None:
     assert round_.skipped.endswith("wants steps, not epochs, and several hosts")
 
 
-def test_ranks_must_be_positive() -> None:
-    with pytest.raises(ClusterError, match="Received: ranks=0"):
-        Placement(None, 0)
-
-
 def test_readings_are_interpolated() -> None:
     readings = [meter.Reading(10.0, 1.0, 100, 1000), meter.Reading(12.0, 2.0, 300, 3000)]
     assert meter.at(readings, 10.5) == meter.Reading(10.5, 1.25, 300, 1500)
@@ -233,7 +228,7 @@ def test_time_for_evaluation_is_not_part_of_the_timed_steps() -> None:
     ],
 )
 def test_a_task_that_cannot_be_trained_is_named(task: Task, received: str) -> None:
-    with pytest.raises(ValueError, match=f"Received: .*{received}"):
+    with pytest.raises(BenchError, match=f"Received: .*{received}"):
         check(task)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.rounds import meter
 from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.systems.ring_stream import RingStream
@@ -23,6 +24,8 @@ def test_each_step_waits_for_its_bytes(size: int, tmp_path: Path) -> None:
             for _ in range(3):
                 stream.begin()
                 stream.wait()
+            mine, with_stream = meter.read(), meter.read(stream.pid)
+            assert with_stream.cpu_s > mine.cpu_s
             return stream.bytes_each_way
 
     with ThreadPoolExecutor(size) as ranks:
