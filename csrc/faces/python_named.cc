@@ -1,4 +1,4 @@
-// The services for named collectives, as Python opens and closes them. TensorFlow's kernels make most calls.
+// Collectives by name, as Python opens and closes them. TensorFlow's kernels make most calls.
 #include <cstring>
 #include <memory>
 #include <string>
@@ -15,7 +15,6 @@ namespace {
 
 using named::Call;
 using named::CallError;
-using named::CallService;
 using named::Kind;
 using named::NamedCalls;
 using named::Problem;
@@ -55,7 +54,7 @@ ErrorKind KindOf(Problem problem) {
   }
 }
 
-Response Run(CallService& calls, Kind kind, const std::string& name, int set,
+Response Run(NamedCalls& calls, Kind kind, const std::string& name, int set,
              const std::vector<std::int64_t>& ranks, int number) {
   const nb::gil_scoped_release release;
   Call call;
@@ -74,37 +73,35 @@ Response Run(CallService& calls, Kind kind, const std::string& name, int set,
 }  // namespace
 
 void BindNamedCalls(nb::module_& module) {
-  nb::class_<CallService>(module, "CallService")
+  nb::class_<NamedCalls>(module, "NamedCalls")
+      .def_static("create", &MakeOverMpi, nb::arg("fortran_handle").none(), nb::arg("timeout_s"),
+                  nb::arg("local_rank"), nb::arg("local_size"))
+      .def_static("create_over_sockets", &MakeOverSockets, nb::arg("mesh"), nb::arg("timeout_s"),
+                  nb::arg("local_rank"), nb::arg("local_size"))
       .def(
           "barrier",
-          [](CallService& self, const std::string& name, int process_set) {
+          [](NamedCalls& self, const std::string& name, int process_set) {
             (void)Run(self, Kind::kBarrier, name, process_set, {}, 0);
           },
           nb::arg("name"), nb::arg("process_set"))
-      .def("join", [](CallService& self) { return Run(self, Kind::kJoin, "join", 0, {}, 0).number; })
+      .def("join", [](NamedCalls& self) { return Run(self, Kind::kJoin, "join", 0, {}, 0).number; })
       .def(
           "add_set",
-          [](CallService& self, const std::vector<std::int64_t>& ranks) {
+          [](NamedCalls& self, const std::vector<std::int64_t>& ranks) {
             return Run(self, Kind::kAddSet, "add_process_set", 0, ranks, 0).number;
           },
           nb::arg("ranks"))
       .def(
           "remove_set",
-          [](CallService& self, int number) {
+          [](NamedCalls& self, int number) {
             return Run(self, Kind::kRemoveSet, "remove_process_set", 0, {}, number).number >= 0;
           },
           nb::arg("number"))
-      .def("watch_with", &CallService::WatchWith, nb::arg("engine"), nb::arg("warn_s"), nb::arg("sign"))
-      .def("ranks_of", &CallService::RanksOf, nb::arg("process_set"))
-      .def("sets", &CallService::Sets)
-      .def("leave", &CallService::Leave, nb::call_guard<nb::gil_scoped_release>())
-      .def("stop", &CallService::Stop, nb::call_guard<nb::gil_scoped_release>());
-  nb::class_<NamedCalls, CallService>(module, "NamedCalls")
-      .def_static("create", &MakeOverMpi, nb::arg("fortran_handle").none(), nb::arg("timeout_s"),
-                  nb::arg("local_rank"), nb::arg("local_size"))
-      .def_static("create_over_sockets", &MakeOverSockets, nb::arg("mesh"), nb::arg("timeout_s"),
-                  nb::arg("local_rank"), nb::arg("local_size"));
-  module.def("set_default_named_calls", &named::SetDefaultCallService, nb::arg("calls").none());
+      .def("watch_with", &NamedCalls::WatchWith, nb::arg("engine"), nb::arg("warn_s"), nb::arg("sign"))
+      .def("ranks_of", &NamedCalls::RanksOf, nb::arg("process_set"))
+      .def("leave", &NamedCalls::Leave, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &NamedCalls::Stop, nb::call_guard<nb::gil_scoped_release>());
+  module.def("set_default_named_calls", &named::SetDefaultCalls, nb::arg("calls").none());
 }
 
 }  // namespace hvpipe::python

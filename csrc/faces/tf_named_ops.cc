@@ -12,7 +12,7 @@
 
 #include "core/error.h"
 #include "faces/tf_ending.h"
-#include "named/call_service.h"
+#include "named/named_calls.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -113,7 +113,7 @@ class NamedOp : public tf::AsyncOpKernel {
 
  private:
   void Start(tf::OpKernelContext* context, const std::shared_ptr<Ending>& ending) const {
-    const auto calls = named::DefaultCallService();
+    const auto calls = named::DefaultCalls();
     if (calls == nullptr) {
       if (ending->Take())
         ending->End(absl::FailedPreconditionError("hvpipe is not initialised: call init() first."));
@@ -284,7 +284,7 @@ class WorldOp : public tf::OpKernel {
   }
 
   void Compute(tf::OpKernelContext* context) override {
-    const auto calls = named::DefaultCallService();
+    const auto calls = named::DefaultCalls();
     OP_REQUIRES(context, calls != nullptr,
                 absl::FailedPreconditionError("hvpipe is not initialised: call init() first."));
     const std::vector<int> ranks = calls->RanksOf(set_);

@@ -11,6 +11,8 @@
 #include "core/engine.h"
 #include "core/event_log.h"
 #include "core/exit_timer.h"
+#include "core/shared_slot.h"
+#include "named/call_check.h"
 
 namespace hvpipe::named {
 namespace {
@@ -58,7 +60,8 @@ std::vector<int> UpTo(int size) {
 }  // namespace
 
 NamedCalls::NamedCalls(std::unique_ptr<Links> links, double timeout_s)
-    : CallService(links ? links->rank() : 0, links ? links->size() : 1),
+    : rank_(links ? links->rank() : 0),
+      size_(links ? links->size() : 1),
       timeout_s_(timeout_s),
       links_(std::move(links)) {
   const std::vector<int> everyone = UpTo(size_);
@@ -108,13 +111,6 @@ std::vector<int> NamedCalls::RanksOf(int set) const {
   const std::lock_guard<std::mutex> lock(sets_mutex_);
   const auto found = sets_.find(set);
   return found == sets_.end() ? std::vector<int>{} : found->second->ranks();
-}
-
-std::vector<int> NamedCalls::Sets() const {
-  const std::lock_guard<std::mutex> lock(sets_mutex_);
-  std::vector<int> numbers;
-  for (const auto& [number, set] : sets_) numbers.push_back(number);
-  return numbers;
 }
 
 void NamedCalls::WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign) {
@@ -234,7 +230,7 @@ void NamedCalls::StartThread() {
 
 void NamedCalls::Submit(Call call) {
   try {
-    call.request.refused = Check(call.request);
+    call.request.refused = Check(call.request, RanksOf(call.request.set), rank_);
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failed_) throw *failed_;
     if (left_ || stop_) throw CallError{Problem::kUsage, "hvpipe has been shut down. Call init() again."};
@@ -245,6 +241,33 @@ void NamedCalls::Submit(Call call) {
     return;
   }
   changed_.notify_all();
+}
+
+Response NamedCalls::Run(Call call, const std::function<void()>& interrupt) {
+  struct Outcome {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool ended = false;
+    std::optional<CallError> error;
+    Response response;
+  };
+  const auto outcome = std::make_shared<Outcome>();
+  call.done = [outcome](const CallError* error, const Response* response) {
+    const std::lock_guard<std::mutex> lock(outcome->mutex);
+    if (error != nullptr) outcome->error = *error;
+    if (response != nullptr) outcome->response = *response;
+    outcome->ended = true;
+    outcome->changed.notify_all();
+  };
+  Submit(std::move(call));
+  std::unique_lock<std::mutex> lock(outcome->mutex);
+  while (!outcome->changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return outcome->ended; })) {
+    lock.unlock();
+    interrupt();
+    lock.lock();
+  }
+  if (outcome->error) throw *outcome->error;
+  return outcome->response;
 }
 
 void NamedCalls::Loop() {
@@ -475,5 +498,15 @@ void NamedCalls::FailAll(const CallError& error) {
     if (call.request.kind != Kind::kLeave) call.done(&error, nullptr);
   }
 }
+
+namespace {
+
+SharedSlot<NamedCalls> default_slot;
+
+}  // namespace
+
+void SetDefaultCalls(std::shared_ptr<NamedCalls> calls) { default_slot.Set(std::move(calls)); }
+
+std::shared_ptr<NamedCalls> DefaultCalls() { return default_slot.Get(); }
 
 }  // namespace hvpipe::named

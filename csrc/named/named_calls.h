@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -14,10 +15,13 @@
 #include <vector>
 
 #include "core/operation.h"
-#include "named/call_service.h"
 #include "named/coordinator.h"
 #include "named/links.h"
 #include "named/process_set.h"
+
+namespace hvpipe {
+class Engine;
+}
 
 namespace hvpipe::named {
 
@@ -30,18 +34,33 @@ namespace hvpipe::named {
 //
 // Threads: any thread may call the public functions; mutex_ guards the inbox. Everything else belongs to the
 // service thread, which starts with the first call.
-class NamedCalls : public CallService, public std::enable_shared_from_this<NamedCalls> {
+class NamedCalls : public std::enable_shared_from_this<NamedCalls> {
  public:
   // Collective. Null: one rank.
   NamedCalls(std::unique_ptr<Links> links, double timeout_s);
-  ~NamedCalls() override;
+  ~NamedCalls();
+  NamedCalls(const NamedCalls&) = delete;
+  NamedCalls& operator=(const NamedCalls&) = delete;
 
-  void WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign) override;
-  void Submit(Call call) override;
-  void Leave() override;
-  void Stop() override;
-  std::vector<int> RanksOf(int set) const override;
-  std::vector<int> Sets() const override;
+  // Let this watchdog know of calls that wait longer than `warn_s`, and end the process with EndProcess if
+  // MPI holds the service's thread for too long. Before the first call.
+  void WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign);
+  // Start a call; its `done` tells how it ended. Does not wait.
+  void Submit(Call call);
+  // Submit and wait; returns the response or throws CallError. `interrupt` is called some 20 times a second
+  // and may throw.
+  Response Run(Call call, const std::function<void()>& interrupt);
+  // Tell the others that this rank makes no more calls. Their calls that need it end with an error.
+  void Leave();
+  // End the threads and free what they used. Collective, after Leave on all ranks.
+  void Stop();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // This rank's number on its host, and the ranks there; for TensorFlow's ops. The caller sets them.
+  int local_rank = 0, local_size = 1;
+  // The ranks of a process set, in ascending order; empty if there is no such set.
+  std::vector<int> RanksOf(int set) const;
 
  private:
   using Key = std::pair<int, std::string>;
@@ -83,6 +102,7 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   void End(const Key& key, const CallError* error, const Response* response);
   void FailAll(const CallError& error);
 
+  const int rank_, size_;
   const double timeout_s_;
   const std::unique_ptr<Links> links_;
   std::optional<Coordinator> coordinator_;  // on rank 0
@@ -115,5 +135,9 @@ class NamedCalls : public CallService, public std::enable_shared_from_this<Named
   double collectives_s_ = 0;  // spent in collectives: no time limit of another call counts it
   std::thread thread_;
 };
+
+// The calls of the default session, which TensorFlow's kernels use. Null without a session.
+void SetDefaultCalls(std::shared_ptr<NamedCalls> calls);
+std::shared_ptr<NamedCalls> DefaultCalls();
 
 }  // namespace hvpipe::named

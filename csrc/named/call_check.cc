@@ -1,31 +1,22 @@
-// What all services for named calls do: check a call, and wait for one.
-#include "named/call_service.h"
+// Checks one rank's call before the others hear of it.
+#include "named/call_check.h"
 
 #include <algorithm>
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <numeric>
-#include <optional>
-#include <string>
-#include <utility>
-
-#include "core/shared_slot.h"
 
 namespace hvpipe::named {
 
-std::string CallService::Check(Request& request) const {
-  const std::vector<int> ranks = RanksOf(request.set);
+std::string Check(Request& request, const std::vector<int>& ranks, int rank) {
   if (ranks.empty()) {
     throw CallError{Problem::kUsage,
                     "Unknown process set. Received: process set " + std::to_string(request.set)};
   }
   const int members = static_cast<int>(ranks.size());
-  if (!std::binary_search(ranks.begin(), ranks.end(), rank_)) {
+  if (!std::binary_search(ranks.begin(), ranks.end(), rank)) {
     throw CallError{Problem::kUsage,
                     std::string(NameOf(request.kind)) +
                         " should be called by ranks of its process set. Received: process set " +
-                        std::to_string(request.set) + " on rank " + std::to_string(rank_) +
+                        std::to_string(request.set) + " on rank " + std::to_string(rank) +
                         ", which is no member"};
   }
   if (!request.refused.empty()) return request.refused;
@@ -65,42 +56,5 @@ std::string CallService::Check(Request& request) const {
   }
   return "";
 }
-
-Response CallService::Run(Call call, const std::function<void()>& interrupt) {
-  struct Outcome {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool ended = false;
-    std::optional<CallError> error;
-    Response response;
-  };
-  const auto outcome = std::make_shared<Outcome>();
-  call.done = [outcome](const CallError* error, const Response* response) {
-    const std::lock_guard<std::mutex> lock(outcome->mutex);
-    if (error != nullptr) outcome->error = *error;
-    if (response != nullptr) outcome->response = *response;
-    outcome->ended = true;
-    outcome->changed.notify_all();
-  };
-  Submit(std::move(call));
-  std::unique_lock<std::mutex> lock(outcome->mutex);
-  while (!outcome->changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return outcome->ended; })) {
-    lock.unlock();
-    interrupt();
-    lock.lock();
-  }
-  if (outcome->error) throw *outcome->error;
-  return outcome->response;
-}
-
-namespace {
-
-SharedSlot<CallService> default_slot;
-
-}  // namespace
-
-void SetDefaultCallService(std::shared_ptr<CallService> service) { default_slot.Set(std::move(service)); }
-
-std::shared_ptr<CallService> DefaultCallService() { return default_slot.Get(); }
 
 }  // namespace hvpipe::named
