@@ -12,7 +12,7 @@ import numpy as np
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan.device_orders import DeviceOrders, Order
 from hvpipe.plan.greedy_fill import BeamWidth, Cut, DeviceChoices, fill
-from hvpipe.plan.memory_shortage import any_fit, explain_shortage, least_short
+from hvpipe.plan.memory_shortage import any_fit, explain_shortage, least_short, with_more
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
 from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
@@ -32,6 +32,8 @@ _FEW_ORDERS = 720
 # as a filling takes time in proportion to its stages. Refining a better order costs as much as this many
 # fillings.
 _STAGES_FILLED, _REFINING = 4000, 24
+# A plan that lacks memory for what spans leave out is made anew with less memory, up to so many times.
+_TRIES = 6
 # Links that differ by less than this share count as equal: measured links vary as much.
 _ALIKE = 0.05
 
@@ -94,11 +96,19 @@ def fitting(
     Use it to try many numbers of stages: `partition` takes far longer when nothing fits, to explain why.
     `spans` are the profile's, if the caller has them.
     """
-    orders = DeviceOrders(profile.levelled(cluster), stages, pipelining, _ALIKE)
-    cuts = _search(spans or Spans(profile), orders)
-    if cuts is None:
-        return None
-    return Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy")
+    spans, usable = spans or Spans(profile), profile.levelled(cluster)
+    for _ in range(_TRIES):
+        orders = DeviceOrders(usable, stages, pipelining, _ALIKE)
+        cuts = _search(spans, orders)
+        if cuts is None:
+            return None
+        plan = Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy")
+        missing_bytes = plan.shortages(cluster)
+        if not missing_bytes:
+            return plan
+        # Spans leave out what waits for tensors that skip stages: leave room for it.
+        usable = with_more(usable, {name: -size for name, size in missing_bytes.items()})
+    return None
 
 
 def check_stages(

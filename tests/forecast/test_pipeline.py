@@ -18,6 +18,7 @@ from hvpipe.plan.baselines import BASELINES, baseline
 from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.placement_cost import fits_memory
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.schedule.verify import peak_stash, verify
 from hvpipe.search.choice import choose
@@ -70,6 +71,30 @@ def test_gradients_of_another_size_and_tensors_of_some_users() -> None:
     assert one.step_s == pytest.approx(1 + 4 + 3 + 1 + 2)
     assert one.memory_bytes[1] == 4
     assert plan.one_batch_s == pytest.approx(1 + 4 + 3 + 1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("pipelining", "sizes_bytes"),
+    [
+        # Stages hold 4, 3, 2, 1 micro-batches. From a to d 10 bytes wait for 3 more, and 4 bytes of gradients.
+        (Pipelining("1f1b", 8), (4 * 100 + 3 * 4, 3 * (10 + 100), 2 * (10 + 100), 10 + 10 + 100 + 3 * 10)),
+        (Pipelining("1f1b", 8, recompute=True), (100 + 12, 30 + 100, 20 + 100, 10 + 10 + 100 + 30)),
+        # All hold all: nothing waits beside that.
+        (Pipelining("gpipe", 8), (800, 880, 880, 960)),
+    ],
+)
+def test_tensors_that_skip_stages_wait(pipelining: Pipelining, sizes_bytes: tuple[int, ...]) -> None:
+    """Regression: only those of the user's micro-batches in flight counted, and no gradients."""
+    profile = chain(*[3] * 4, output_bytes=10, saved_bytes=100)
+    layers = (replace(profile.layers[0], gradient_bytes=4), *profile.layers[1:])
+    profile = replace(profile, layers=layers, edges=(*profile.edges, (0, 3)))
+    cluster = equal_cluster(4)
+    plan = Plan.of(profile, cluster, [((f"h{i}",), [i]) for i in range(4)], pipelining, "")
+    assert forecast(plan, profile, cluster).memory_bytes == sizes_bytes
+    assert tuple(plan.memory_bytes.values()) == sizes_bytes
+    assert not fits_memory(
+        profile, equal_cluster(4, memory_bytes=max(sizes_bytes) - 1), plan.placement(profile), pipelining
+    )
 
 
 def test_one_stage_alone_can_recompute() -> None:
