@@ -217,6 +217,10 @@ class Profile:
         return self._on[device_type]
 
     @cached_property
+    def _types(self) -> set[str]:
+        return {name for layer in self.layers for name in layer.time_s}
+
+    @cached_property
     def _on(self) -> dict[str, Profile]:
         return {"": self}
 
@@ -244,16 +248,24 @@ class Profile:
     def speed(self, device: Device, places: Sequence[int] | None = None) -> float:
         """Return how fast a device runs consecutive layers; a device of speed 1 without a type has 1.
 
+        If the layers take no time there, it is a million times as fast. If they take none without a type,
+        speeds are relative to the slowest type.
+
         Args:
             device: The device.
             places: The indices of the layers; None for the whole model.
         """
-        there = self.on(device.type)
-        if there is self:
-            return device.speed
         start, end = (0, len(self.layers)) if places is None else (places[0], places[-1] + 1)
-        usual_s, there_s = (of._compute_until_s[end] - of._compute_until_s[start] for of in (self, there))
-        return device.speed * (usual_s / there_s if usual_s > 0 and there_s > 0 else 1.0)
+
+        def seconds(device_type: str) -> float:
+            until_s = self.on(device_type)._compute_until_s
+            return until_s[end] - until_s[start]
+
+        usual_s = seconds("") or max(map(seconds, self._types), default=0.0)
+        there_s = seconds(device.type)
+        if there_s == usual_s:
+            return device.speed
+        return device.speed * (usual_s / max(there_s, usual_s * 1e-6))
 
     def levelled(self, cluster: Cluster) -> Cluster:
         """Return the cluster with devices of no type, as fast as they run the whole model."""

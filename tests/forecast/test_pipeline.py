@@ -73,6 +73,16 @@ def test_gradients_of_another_size_and_tensors_of_some_users() -> None:
     assert plan.one_batch_s == pytest.approx(1 + 4 + 3 + 1 + 2)
 
 
+def test_a_gradient_that_does_not_travel_is_no_part_of_the_lower_bound() -> None:
+    """Regression: it counted with the bytes of its tensor, and the bound exceeded the step."""
+    profile = chain(3, 3, output_bytes=100)
+    profile = replace(profile, layers=tuple(replace(one, gradient_bytes=0) for one in profile.layers))
+    cluster = equal_cluster(2, Link(0, 1.0))
+    plan = Plan.of(profile, cluster, [(("h0",), [0]), (("h1",), [1])], Pipelining("1f1b", 1), "")
+    bound_s = lower_bound_s(schedule_of(plan), costs_of(plan, profile, cluster), dataflow_of(plan, profile))
+    assert bound_s == pytest.approx(forecast(plan, profile, cluster).step_s) == 106
+
+
 @pytest.mark.parametrize(
     ("pipelining", "sizes_bytes"),
     [

@@ -141,6 +141,18 @@ def test_quick_answers_of_the_judge_are_those_of_all_pairs_and_of_the_schedule(d
     assert all(bytes_ <= most[stage] for stage, bytes_ in zip(ranks, exact, strict=True))
 
 
+def test_speed_on_layers_that_take_no_time_without_a_type() -> None:
+    """Regression: times of types counted only beside usual times, and all devices seemed equal."""
+    times_s = {"x": (1.0, 2.0), "y": (2.0, 4.0), "free": (0.0, 0.0)}
+    layer = replace(chain(0).layers[0], time_s=times_s)
+    profile = replace(chain(0), layers=(layer,))
+    speeds = {name: profile.speed(Device("h", 2.0, type=name)) for name in ("", *times_s)}
+    assert speeds == {"": 2e6, "x": 4.0, "y": 2.0, "free": 2e6}
+    usual = replace(profile, layers=(replace(layer, forward_s=6.0),))
+    assert [usual.speed(Device("h", type=name)) for name in ("", "x", "free")] == pytest.approx([1, 2, 1e6])
+    assert chain(0).speed(Device("h", 2.0, type="x")) == 2.0
+
+
 def test_replicas_share_by_their_speed_for_their_stage() -> None:
     """Regression: they shared by their speed for the whole model, here 4/3 and 1."""
     profile = chain(2, 3)
