@@ -92,23 +92,25 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     # These need NumPy, which no other command needs.
     from hvpipe.commands.plan_report import is_pictured, title, to_json
     from hvpipe.commands.plan_request import make_plan
-    from hvpipe.trace.chart import draw_timeline, draw_utilization
+    from hvpipe.trace.chart import draw_timeline, draw_utilization, figure_class
 
+    if options.png is not None:
+        figure_class()  # before a long search
     try:
         result = make_plan(_request(options), with_baselines=not options.no_baselines)
     except HvpipeError as error:
         message = in_flags(str(error), options.batch_size is not None)
         raise (PlanError if isinstance(error, PlanError) else HvpipeError)(message) from error
-    if options.output is not None:
-        result.chosen.plan.write(options.output)
+    # Files that are there stay as they are if this fails.
+    report = _json(to_json(result, explained=options.explain)) + "\n" if options.json else ""
+    report = report or _text(result, options, environ)
     if options.png is not None and is_pictured(result.chosen):
         draw_timeline(result.chosen.trace, options.png, title(result))
     elif options.png is not None:
         draw_utilization(result.chosen.utilization, options.png, title(result))
-    if options.json:
-        print(_json(to_json(result, explained=options.explain)))
-    else:
-        print(_text(result, options, environ), end="")
+    if options.output is not None:
+        result.chosen.plan.write(options.output)
+    print(report, end="")
     return 0
 
 

@@ -12,7 +12,7 @@ from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast.pipeline import Forecast, forecast
 from hvpipe.plan.baselines import BASELINES, baseline, is_random, random_plans
 from hvpipe.plan.exact import exact
-from hvpipe.plan.greedy import fitting, partition
+from hvpipe.plan.greedy import check_stages, fitting, partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.search.choice import MODES, Candidate, find
@@ -82,8 +82,9 @@ class PlanResult:
         request: The user's request.
         chosen: The forecast of the chosen plan.
         candidates: The plans of the modes that it was chosen from.
-        baselines: The forecast of each baseline by name; None if it does not fit the devices.
+        baselines: The forecast of each baseline by name; None if it has no plan that fits.
         fitting: How many plans of each baseline fit. A random baseline is their median.
+        refused: Why a baseline has no plan.
     """
 
     request: PlanRequest
@@ -91,6 +92,7 @@ class PlanResult:
     candidates: tuple[Candidate, ...]
     baselines: dict[str, Forecast | None]
     fitting: dict[str, int]
+    refused: dict[str, str]
 
 
 def read_profile(
@@ -153,6 +155,7 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
         chosen = _by_method(request, budget)
     others: dict[str, Forecast | None] = {}
     fitting: dict[str, int] = {}
+    refused: dict[str, str] = {}
     if with_baselines:
         shown = replace(request, pipelining=_for_baselines(request, chosen))
         stages = max(len(chosen.plan.stages), _all_stages(shown))
@@ -162,8 +165,11 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
         names = ("greedy", *BASELINES) if small else few
         for name in names:
             if name != request.method:
-                others[name], fitting[name] = _baseline(name, shown)
-    result = PlanResult(request, chosen, found, others, fitting)
+                try:
+                    others[name], fitting[name] = _baseline(name, shown)
+                except HvpipeError as error:
+                    others[name], fitting[name], refused[name] = None, 0, str(error)
+    result = PlanResult(request, chosen, found, others, fitting, refused)
     return _with_the_fastest(result) if request.method == SEARCH else result
 
 
@@ -446,20 +452,24 @@ def _made_by_method(request: PlanRequest) -> Forecast:
     return forecast(plan, profile, cluster)
 
 
-def _baseline(name: str, request: PlanRequest) -> tuple[Forecast | None, int]:
-    """Return a baseline's forecast (a random one's median by step time), and how many of its plans fit."""
+def _baseline(name: str, request: PlanRequest) -> tuple[Forecast, int]:
+    """Return a baseline's forecast (a random one's median by step time), and how many of its plans fit.
+
+    Raises:
+        HvpipeError: If it has no plan that fits.
+    """
     profile, cluster = request.profile, request.cluster
     stages, how = _all_stages(request), request.choice.usual
-    try:
-        if name == "greedy":
-            plans = [plan for plan in [fitting(profile, cluster, stages, how)] if plan is not None]
-        elif is_random(name):
-            seeds = range(request.seed, request.seed + DRAWS)
-            plans = random_plans(name, profile, cluster, stages, how, seeds)
-        else:
-            plans = [baseline(name, profile, cluster, stages, how)]
-    except HvpipeError:
-        return None, 0
+    if name == "greedy":
+        check_stages(profile, cluster, stages, how)
+        plans = [plan for plan in [fitting(profile, cluster, stages, how)] if plan is not None]
+    elif is_random(name):
+        seeds = range(request.seed, request.seed + DRAWS)
+        plans = random_plans(name, profile, cluster, stages, how, seeds)
+    else:
+        plans = [baseline(name, profile, cluster, stages, how)]
     forecasts = [forecast(plan, profile, cluster) for plan in plans]
     found = sorted((one for one in forecasts if not one.shortages(cluster)), key=lambda one: one.step_s)
-    return found[(len(found) - 1) // 2] if found else None, len(found)
+    if not found:
+        raise PlanError("lacks memory")
+    return found[(len(found) - 1) // 2], len(found)

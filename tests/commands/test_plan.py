@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from hvpipe import cli
 from hvpipe.commands import plan_request
 from hvpipe.commands.plan import in_flags
-from hvpipe.commands.plan_report import to_text
+from hvpipe.commands.plan_report import to_json, to_text
 from hvpipe.commands.plan_request import (
     METHODS,
     PlanRequest,
@@ -577,6 +578,44 @@ def test_a_large_plan_is_summarised() -> None:
     assert "the drawing" not in text
     assert "... 23 more" in text or "... 24 more" in text
     assert "The timeline is left out: 40 devices." in text
+
+
+def test_a_timeline_of_many_actions_is_left_out() -> None:
+    """Regression: the reason was 2 devices."""
+    profile, how = chain(1, 1), Pipelining("1f1b", 16_000)
+    result = make_plan(PlanRequest(profile, equal_cluster(2), how, 2, method="even"), with_baselines=False)
+    assert "The timeline is left out: 64,000 actions." in to_text(result, lambda one: "the drawing\n")
+
+
+def test_why_a_baseline_is_missing() -> None:
+    """Regression: it lacked memory, whatever the reason."""
+    how = PipeliningChoice(microbatches=4, recompute=(5,))
+    result = make_plan(PlanRequest(chain(*[1] * 12), equal_cluster(12), how, mode="pipeline"), budget=10**6)
+    assert result.baselines["even"] is None
+    says = "--recompute-stages should name stages from 0 to 3. Received: --recompute-stages 5"
+    assert re.search(rf"\neven +{says}\n", to_text(result, lambda one: ""))
+    assert to_json(result)["refused"]["even"] == says
+
+
+def test_a_failing_command_leaves_files_as_they_are(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the plan was written first, and matplotlib was missed after the search."""
+    kept = tmp_path / "plan.json"
+    kept.write_text("mine")
+    asked = (GNMT, "--cluster", cluster, "--no-baselines", "-o", str(kept))
+    assert "Only a pipeline has cuts" in refusal(capsys, *asked, "--method", "round_robin", "--explain")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(plan_request, "find", None)
+    assert "needs matplotlib" in refusal(capsys, *asked, "--png", str(tmp_path / "step.png"))
+    assert kept.read_text() == "mine"
+
+
+def test_any_schedule_may_have_the_stages_asked_for() -> None:
+    """Regression: only 1f1b was asked, and refused."""
+    found = make_plan(PlanRequest(chain(*[1] * 8), equal_cluster(4), PipeliningChoice(), stages=8))
+    how = found.chosen.plan.pipelining
+    assert (how.schedule, how.chunks, len(found.chosen.plan.stages)) == ("interleaved", 2, 8)
 
 
 @pytest.mark.parametrize(("microbatches", "drawn"), [(8, "draw_timeline"), (300, "draw_utilization")])
