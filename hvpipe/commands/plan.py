@@ -115,7 +115,13 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _request(options: argparse.Namespace) -> PlanRequest:
-    from hvpipe.commands.plan_request import PlanRequest, best_microbatches, check_chunks, read_profile
+    from hvpipe.commands.plan_request import (
+        PlanRequest,
+        best_microbatches,
+        check_chunks,
+        of_microbatch,
+        read_profile,
+    )
     from hvpipe.search.options import PipeliningChoice
     from hvpipe.specs.cluster import Cluster
 
@@ -124,9 +130,10 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     if options.recompute_stages is not None:
         recompute = options.recompute_stages
     cluster = Cluster.read(options.cluster)
+    profiled = read_profile(options.profile, options.graph_batch_size)
 
     def request_with(microbatches: int) -> PlanRequest:
-        profile = read_profile(options.profile, microbatches, options.batch_size, options.graph_batch_size)
+        profile = of_microbatch(profiled, microbatches, options.batch_size)
         if options.chunks is not None:
             check_chunks(options.chunks, len(profile.layers))
         chunks = 2 if options.chunks is None else options.chunks

@@ -95,30 +95,35 @@ class PlanResult:
     refused: dict[str, str]
 
 
-def read_profile(
-    path: str, microbatches: int, batch_size: int | None = None, graph_batch_size: int | None = None
-) -> Profile:
-    """Read the profile of one micro-batch.
+def read_profile(path: str, graph_batch_size: int | None = None) -> Profile:
+    """Read a profile.
 
     Args:
         path: A profile in JSON, or a PipeDream graph (.txt).
-        microbatches: Micro-batches per step.
-        batch_size: Samples per step; then the profile is scaled to the largest micro-batch.
         graph_batch_size: The number of samples that the costs of a PipeDream graph are for, because the file
             does not say it; 1 if not given.
 
     Raises:
-        HvpipeError: If the file cannot be read or the numbers contradict each other.
+        HvpipeError: If the file cannot be read, or states its batch size.
     """
     if Path(path).suffix == ".txt":
-        profile = read_pipedream(path, batch_size=1 if graph_batch_size is None else graph_batch_size)
-    elif graph_batch_size is not None:
+        return read_pipedream(path, batch_size=1 if graph_batch_size is None else graph_batch_size)
+    if graph_batch_size is not None:
         raise HvpipeError(
             "--graph-batch-size is for a PipeDream graph (.txt); a profile states its batch size. "
             f"Received: {path!r}"
         )
-    else:
-        profile = Profile.read(path)
+    return Profile.read(path)
+
+
+def of_microbatch(profile: Profile, microbatches: int, batch_size: int | None) -> Profile:
+    """Return the profile of one micro-batch, the largest of a step of `batch_size` samples.
+
+    Without a batch size, a profile is for one.
+
+    Raises:
+        HvpipeError: If the numbers contradict each other.
+    """
     if batch_size is None:
         return profile
     if batch_size > MOST_SAMPLES:

@@ -209,7 +209,8 @@ def _sweep(root: Path) -> None:
     """Remove the files of killed jobs, and nothing else: the user may have named any folder."""
     for folder in root.glob(f"{JOB_PREFIX}*"):
         with contextlib.suppress(OSError):
-            files = [*folder.glob("rank-*.json"), *folder.glob(_OTHERS)]
+            names = ("rank-*.json", _OTHERS, ".*.json.*.partial")
+            files = [path for name in names for path in folder.glob(name)]
             newest_s = max((path.stat().st_mtime for path in files), default=folder.stat().st_mtime)
             if time.time() - newest_s > _SWEPT_S:
                 for path in files:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from hvpipe.config_file import Table, fingerprint, read_document, short, write_document
+from hvpipe.config_file import MOST, Table, fingerprint, read_document, short, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Cluster, Device
 from hvpipe.specs.layer_cost import LayerCost, SentTensor, layer_json, layer_of
@@ -395,13 +395,18 @@ def read_pipedream(
         The profile, named after the file.
 
     Raises:
-        HvpipeError: If the file cannot be read, or a line is neither a layer nor an edge.
+        HvpipeError: If the file cannot be read, a line is neither a layer nor an edge, or `slots_per_weight`
+            is out of range.
 
     Example:
         ```python
         profile = read_pipedream("tests/data/profiles/gnmt.txt", batch_size=64)
         ```
     """
+    if not 0 <= slots_per_weight <= MOST:
+        raise HvpipeError(
+            f"slots_per_weight should be a number from 0. Received: slots_per_weight={slots_per_weight}"
+        )
     source = Path(path)
     layers, edges = read_graph(source, slots_per_weight)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -24,6 +25,7 @@ from hvpipe.commands.plan_request import (
     best_microbatches,
     counts_to_try,
     make_plan,
+    of_microbatch,
     read_profile,
 )
 from hvpipe.errors import HvpipeError, PlanError
@@ -378,17 +380,30 @@ def test_recompute_in_some_stages(cluster: str, capsys: pytest.CaptureFixture[st
 
 
 def test_a_profile_is_scaled_to_the_micro_batch(tmp_path: Path) -> None:
-    assert read_profile(GNMT, 4).batch_size == 1
-    assert read_profile(GNMT, 4, None, 64).batch_size == 64
+    assert read_profile(GNMT).batch_size == 1
+    whole = read_profile(GNMT, 64)
+    assert of_microbatch(whole, 4, None) == whole
+    assert whole.batch_size == 64
     # 30 samples in 4 micro-batches: 8, 8, 7 and 7. The profile is for the largest.
-    profile = read_profile(GNMT, 4, 30, 64)
+    profile = of_microbatch(whole, 4, 30)
     assert profile.batch_size == 8
-    assert profile.compute_s == pytest.approx(read_profile(GNMT, 4).compute_s / 8)
+    assert profile.compute_s == pytest.approx(whole.compute_s / 8)
     chain(1, 2).write(tmp_path / "p.json")
     with pytest.raises(HvpipeError, match=r"graph-batch-size is for a PipeDream graph"):
-        read_profile(str(tmp_path / "p.json"), 4, None, 64)
+        read_profile(str(tmp_path / "p.json"), 64)
     with pytest.raises(HvpipeError, match="batch_size=3, microbatches=4"):
-        read_profile(GNMT, 4, 3)
+        of_microbatch(whole, 4, 3)
+
+
+def test_a_profile_from_a_pipe(cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: it was read anew for each number of micro-batches, and was empty then."""
+    chain(1, 2).write(tmp_path / "p.json")
+    source, end = os.pipe()
+    with open(end, "wb") as file:
+        file.write((tmp_path / "p.json").read_bytes())
+    asked = (f"/dev/fd/{source}", "--cluster", cluster, "--batch-size", "4", "--no-baselines")
+    assert "2 layers" in printed(capsys, *asked)
+    os.close(source)
 
 
 @pytest.mark.parametrize(("fixed", "microbatches"), [(0.0, 64), (0.02, 8), (1.0, 1)])

@@ -451,6 +451,8 @@ def test_layer_times_by_type_of_device() -> None:
     assert Cluster.from_json(cluster.to_json()) == cluster
     assert profile.at_batch(2).layers[0].time_s == {"cpu": pytest.approx((4 / 3, 8 / 3))}
     # For the whole model the GPU takes 6 s and the CPU 14 s, so they get 7 and 3 of 10 samples.
+    with pytest.raises(PlanError, match="names should have at least one device"):
+        forecast_data_parallel(profile, cluster, Pipelining(microbatches=10), names=[])
     whole = forecast_data_parallel(profile, cluster, Pipelining(microbatches=10))
     assert whole.plan.stages[0].shares == (7, 3)
     assert whole.busy_s == pytest.approx((7 * 6, 3 * 14))

@@ -105,6 +105,8 @@ def test_files_of_a_killed_job_are_removed_and_nothing_else(tmp_path: Path) -> N
     old = [tmp_path / f"{JOB_PREFIX}killed" / "rank-0.json", tmp_path / "photos" / "rank-0.json"]
     old[1].parent.mkdir()
     old[1].write_text("mine")
+    old.append(old[0].with_name(".rank-1.json.123.partial"))  # killed while it wrote
+    old[2].touch()
     for path in old:
         os.utime(path, (1.0, 1.0))
     StatusFolder(str(tmp_path), "next", 0).write(NOW)
