@@ -27,6 +27,9 @@ METHODS = (SEARCH, "greedy", "exact", *BASELINES)
 MOST_COMPARED = 5000
 """With more micro-batches times stages, only quick baselines are shown; with ten times as many, none."""
 
+MOST_LAYERS = 1000
+"""With more layers, only quick baselines are shown: random ones cost hundreds of plans."""
+
 MOST_SAMPLES = 10**9
 """The most samples of a batch."""
 
@@ -166,7 +169,11 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
         stages = max(len(chosen.plan.stages), _all_stages(shown))
         work = stages * chosen.plan.pipelining.microbatches
         few = () if work > 10 * MOST_COMPARED else ("even", "pipedream", "m_topo")
-        small = work <= MOST_COMPARED and len(request.cluster.devices) <= MANY_DEVICES
+        small = (
+            work <= MOST_COMPARED
+            and len(request.cluster.devices) <= MANY_DEVICES
+            and len(request.profile.layers) <= MOST_LAYERS
+        )
         names = ("greedy", *BASELINES) if small else few
         for name in names:
             if name != request.method:

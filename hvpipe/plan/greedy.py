@@ -78,14 +78,27 @@ def partition(
         check_stages(profile, cluster, least if stages is None else stages, pipelining)
     spans = Spans(profile)
     counts = range(least, most + 1, chunks) if stages is None else (stages,)
-    found = (fitting(profile, cluster, count, pipelining, spans) for count in counts)
-    plans = [plan for plan in found if plan is not None]
-    if not plans:
-        plan = least_short(profile, cluster, stages or most, pipelining)
-        if plan.shortages(cluster):
-            raise PlanError(explain_shortage(plan, profile, cluster))
-        plans.append(plan)
-    return min(plans, key=lambda plan: plan.step_s)
+    best: Plan | None = None
+    for count in reversed(counts):
+        if best is not None and _least_step_s(spans, cluster, count // chunks, pipelining) > best.step_s:
+            break  # so it is with fewer stages
+        plan = fitting(profile, cluster, count, pipelining, spans)
+        if plan is not None and (best is None or plan.step_s <= best.step_s):
+            best = plan
+    if best is None:
+        best = least_short(profile, cluster, stages or most, pipelining)
+        if best.shortages(cluster):
+            raise PlanError(explain_shortage(best, profile, cluster))
+    return best
+
+
+def _least_step_s(spans: Spans, cluster: Cluster, devices: int, pipelining: Pipelining) -> float:
+    """Return a bound on `Plan.step_s` on so many devices: if they compute alike, without transfers."""
+    if any(device.type for device in cluster.devices):
+        return 0.0
+    speeds = sorted((device.speed for device in cluster.devices), reverse=True)[:devices]
+    least_s = 1 / speeds[0] + (pipelining.microbatches - 1) / sum(speeds)
+    return float(spans.compute_s[-1]) * least_s * (1 - 1e-9)
 
 
 def fitting(

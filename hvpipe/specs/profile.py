@@ -14,7 +14,7 @@ from typing import Any
 from hvpipe.config_file import MOST, Table, fingerprint, read_document, short, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Cluster, Device
-from hvpipe.specs.layer_cost import LayerCost, SentTensor, layer_json, layer_of
+from hvpipe.specs.layer_cost import LayerCost, SentTensor, fixed_s, layer_json, layer_of
 from hvpipe.specs.pipedream import read_graph
 
 FORMAT, VERSION = "hvpipe-profile", 1
@@ -233,7 +233,7 @@ class Profile:
                 layers.append(layer)
                 continue
             forward_s, backward_s = layer.time_s[device_type]
-            fixed_forward_s, fixed_backward_s = layer.fixed_s(device_type)
+            fixed_forward_s, fixed_backward_s = fixed_s(layer, device_type)
             layers.append(
                 replace(
                     layer,
@@ -307,9 +307,16 @@ class Profile:
         Returns:
             A profile of the same layers.
         """
-        by = batch_size / self.batch_size
-        layers = tuple(layer.scaled(by) for layer in self.layers)
-        return replace(self, layers=layers, batch_size=batch_size)
+        if batch_size not in self._scaled:
+            by = batch_size / self.batch_size
+            layers = tuple(layer.scaled(by) for layer in self.layers)
+            self._scaled.clear()  # hundreds of forecasts may follow for the same size
+            self._scaled[batch_size] = replace(self, layers=layers, batch_size=batch_size)
+        return self._scaled[batch_size]
+
+    @cached_property
+    def _scaled(self) -> dict[int, Profile]:
+        return {}
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as a JSON object."""

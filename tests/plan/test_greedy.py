@@ -18,7 +18,7 @@ from hvpipe.plan import greedy, greedy_fill
 from hvpipe.plan.device_orders import DeviceOrders
 from hvpipe.plan.exact import exact
 from hvpipe.plan.explain import explain
-from hvpipe.plan.greedy import partition
+from hvpipe.plan.greedy import fitting, partition
 from hvpipe.plan.greedy_fill import DeviceChoices
 from hvpipe.plan.memory_shortage import least_memory_bytes
 from hvpipe.plan.pipelining import Pipelining
@@ -186,6 +186,26 @@ def test_within_five_percent_with_barely_enough_memory(name: str, stages: int, m
     plan = partition(model(name), cluster, stages)
     assert not plan.shortages(cluster)
     assert plan.bottleneck_s <= exact(model(name), cluster, stages).bottleneck_s * 1.05
+
+
+@quickly
+@given(profiles(), clusters(), st.integers(1, 9))
+def test_numbers_of_stages_that_are_left_out_are_slower(profile: Profile, cluster: Cluster, m: int) -> None:
+    how = Pipelining("1f1b", m)
+    counts = range(1, min(len(cluster.devices), len(profile.layers)) + 1)
+    found = [fitting(profile, cluster, count, how) for count in counts]
+    plans = [plan for plan in found if plan is not None]
+    if plans:
+        assert partition(profile, cluster, pipelining=how) == min(plans, key=lambda plan: plan.step_s)
+
+
+def test_few_numbers_of_stages_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: on hundreds of devices all were, for minutes."""
+    tried = []
+    known = greedy.fitting
+    monkeypatch.setattr(greedy, "fitting", lambda *given: tried.append(given[2]) or known(*given))
+    assert len(partition(chain(*[1] * 64), equal_cluster(64), pipelining=Pipelining("1f1b", 64)).stages) == 64
+    assert tried == [64]
 
 
 def _u_net(depth: int, kept: int) -> Profile:
