@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -150,7 +150,17 @@ def fits_memory(profile: Profile, cluster: Cluster, placement: Placement, pipeli
     needed_bytes: Counter[str] = Counter()
     for (names, _), sizes in zip(placement, stage_memory(profile, placement, pipelining), strict=True):
         needed_bytes.update(dict.fromkeys(names, sum(sizes)))
-    return all(size <= cluster.device(name).room_bytes for name, size in needed_bytes.items())
+    return not missing_bytes(needed_bytes, cluster)
+
+
+def missing_bytes(needed_bytes: Mapping[str, int], cluster: Cluster) -> dict[str, int]:
+    """Return the missing bytes of each device that lacks memory, by device name."""
+    limits_bytes = {name: cluster.device(name).memory_bytes for name in needed_bytes}
+    return {
+        name: needed_bytes[name] - limit_bytes
+        for name, limit_bytes in limits_bytes.items()
+        if limit_bytes is not None and needed_bytes[name] > limit_bytes
+    }
 
 
 Sent = tuple[int, int, int, int]

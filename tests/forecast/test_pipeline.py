@@ -20,7 +20,7 @@ from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement_cost import fits_memory
 from hvpipe.plan.stage_plan import Plan
-from hvpipe.schedule.verify import peak_stash, verify
+from hvpipe.schedule.verify import verify
 from hvpipe.search.choice import choose
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
@@ -391,7 +391,7 @@ def test_micro_batches_in_flight_bound_the_stash_of_interleaved(ranks: int, chun
     profile, cluster = chain(*[1.0] * ranks * chunks), equal_cluster(ranks)
     plan = partition(profile, cluster, ranks * chunks, how)
     schedule = schedule_of(plan)
-    for rank, stash in enumerate(peak_stash(schedule)):
+    for rank, stash in enumerate(verify(schedule).peak_stash):
         flying = [how.in_flight(stage, (1,) * ranks * chunks) for stage in schedule.stages_of(rank)]
         assert stash <= sum(flying) < stash + chunks
 
