@@ -40,7 +40,7 @@ def atomic_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator
     fits = len(os.fsencode(target.name)) + len(number) < _LONGEST
     partial = target.with_name(f".{target.name}{number}" if fits else number)
     try:
-        with open(partial, "xb") as file:
+        with open(partial, "wb") as file:
             yield file
             file.flush()
             if target.exists():

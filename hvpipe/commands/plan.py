@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.commands.terminal import has_colours
@@ -101,6 +102,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     except HvpipeError as error:
         message = in_flags(str(error), options.batch_size is not None)
         raise (PlanError if isinstance(error, PlanError) else HvpipeError)(message) from error
+    refused = {name: in_flags(why, options.batch_size is not None) for name, why in result.refused.items()}
+    result = replace(result, refused=refused)
     # Files that are there stay as they are if this fails.
     report = _json(to_json(result, explained=options.explain)) + "\n" if options.json else ""
     report = report or _text(result, options, environ)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
-from hvpipe.commands.plan import in_flags
 from hvpipe.commands.plan_request import PlanRequest, PlanResult
 from hvpipe.errors import listed
 from hvpipe.forecast.pipeline import Forecast
@@ -42,7 +41,7 @@ def to_json(result: PlanResult, *, explained: bool = False) -> dict[str, Any]:
             name: one and {**_figures(one, request), "plan": one.plan.to_json()}
             for name, one in result.baselines.items()
         },
-        "refused": {name: in_flags(why) for name, why in result.refused.items()},
+        "refused": result.refused,
         "fitting": {name: count for name, count in result.fitting.items() if is_random(name)},
         "notes": notes(result),
         **explanation,
@@ -247,7 +246,7 @@ def _comparison(result: PlanResult) -> Iterator[str]:
         drawn = is_random(name) and result.fitting.get(name, 0)
         shown = f"{name} (median of {drawn})" if drawn else name
         if one is None:
-            rows.append([shown, *[""] * 7, in_flags(result.refused[name])])
+            rows.append([shown, *[""] * 7, result.refused[name]])
             continue
         rows.append(
             [

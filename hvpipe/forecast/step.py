@@ -112,10 +112,13 @@ class StepModel:
         equal = [self.are_equal(devices) for devices, _ in placement]
         if all(equal):
             in_flight = pipelining.all_in_flight(counts)
+            held = [dealt * count for dealt, count in zip(in_flight, counts, strict=True)]
+            found = _waiting_bytes(crossings, counts, held, m)
         else:
             in_flight = [-(-m // count) if alike else m for count, alike in zip(counts, equal, strict=True)]
-        held = [dealt * count for dealt, count in zip(in_flight, counts, strict=True)]
-        found = _waiting_bytes(crossings, counts, held, m)
+            found = [0] * len(counts)
+            for (maker, user), crossing in crossings.items():
+                found[maker] += -(-m // counts[maker]) * crossing.back_bytes if user > maker + 1 else 0
         for stage, dealt in enumerate(in_flight):
             twice = pipelining.recomputes(stage)
             kept = received[stage] + (0 if twice else saved[stage])

@@ -607,8 +607,9 @@ def test_why_a_baseline_is_missing() -> None:
     how = PipeliningChoice(microbatches=4, recompute=(5,))
     result = make_plan(PlanRequest(chain(*[1] * 12), equal_cluster(12), how, mode="pipeline"), budget=10**6)
     assert result.baselines["even"] is None
-    says = "--recompute-stages should name stages from 0 to 3. Received: --recompute-stages 5"
-    assert re.search(rf"\neven +{says}\n", to_text(result, lambda one: ""))
+    says = "recompute should name stages from 0 to 3. Received: recompute=(5,)"
+    assert re.search(rf"\neven +{re.escape(says)}\n", to_text(result, lambda one: ""))
+    assert in_flags(says).endswith("from 0 to 3. Received: --recompute-stages 5")
     assert to_json(result)["refused"]["even"] == says
 
 
