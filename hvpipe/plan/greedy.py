@@ -51,7 +51,8 @@ def partition(
         profile: The model, with costs of one micro-batch.
         cluster: The devices and links.
         stages: Number of stages; with "interleaved", a multiple of the chunks, and the stages go round the
-            devices in a circle. None tries every number of devices and takes the smallest predicted step.
+            devices in a circle. None takes the number with the smallest predicted step, and leaves out
+            numbers of devices that compute for longer.
         pipelining: Schedule, micro-batches, recomputation, chunks.
 
     Returns:

@@ -613,6 +613,12 @@ def test_why_a_baseline_is_missing() -> None:
     assert to_json(result)["refused"]["even"] == says
 
 
+def test_a_model_of_many_layers_has_quick_baselines() -> None:
+    """Regression: random ones took minutes."""
+    request = PlanRequest(chain(*[1] * 1001), equal_cluster(2), Pipelining("1f1b", 4), 2, method="even")
+    assert set(make_plan(request).baselines) == {"pipedream", "m_topo"}
+
+
 def test_a_failing_command_leaves_files_as_they_are(
     cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
