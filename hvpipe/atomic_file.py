@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+_LONGEST = 255
+"""The most bytes of a file's name."""
 
 
 @contextlib.contextmanager
@@ -31,7 +35,10 @@ def atomic_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator
             yield file
         return
     target = target.resolve()
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    # Threads, and containers whose processes have the same numbers, may write the same file.
+    number = f".{secrets.randbelow(10**9)}.partial"
+    fits = len(os.fsencode(target.name)) + len(number) < _LONGEST
+    partial = target.with_name(f".{target.name}{number}" if fits else number)
     try:
         with open(partial, "wb") as file:
             yield file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import signal
 import sys
@@ -55,6 +56,8 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: sys.argv), and return the exit code."""
     code = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model's name may have letters that a terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             code = _run(arguments)
@@ -66,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `hvpipe doctor | head`: nobody reads on
         _discard_output()
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except OSError as error:
         if error.errno not in _CANNOT_WRITE:
             raise

@@ -236,5 +236,8 @@ def _is_finite(value: object) -> bool:
 
 def short(value: object) -> str:
     """Return the value as Python writes it, in at most 60 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # TOML's hexadecimal numbers may have more digits than Python writes
+        text = "a number of too many digits"
     return text if len(text) <= 60 else f"{text[:57]}..."

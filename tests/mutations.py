@@ -97,7 +97,11 @@ PLANNING = (
     ),
     Mutation(
         "plan: recomputed stages count all activations",
-        *("hvpipe/plan", "saved = 1 if recompute else in_flight", "saved = in_flight"),
+        *(
+            "hvpipe/plan",
+            "saved = 1 if pipelining.recomputes(stage) else in_flight[stage]",
+            "saved = in_flight[stage]",
+        ),
         ("tests/plan", "tests/forecast"),
     ),
     Mutation(

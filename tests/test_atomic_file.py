@@ -52,6 +52,24 @@ def test_a_pipe_is_written_and_stays(tmp_path: Path) -> None:
     assert path.is_fifo()
 
 
+def test_two_writers_of_a_file(tmp_path: Path) -> None:
+    """Regression: threads, and containers that share a folder, wrote to one partial file."""
+    path = tmp_path / "a"
+    with atomic_file(path) as one, atomic_file(path) as other:
+        one.write(b"a long text")
+        other.write(b"short")
+    assert path.read_bytes() == b"a long text"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_long_name(tmp_path: Path) -> None:
+    """Regression: the name of the partial file was too long."""
+    path = tmp_path / ("x" * 255)
+    with atomic_file(path) as file:
+        file.write(b"text")
+    assert os.listdir(tmp_path) == [path.name]
+
+
 def test_a_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError), atomic_file(tmp_path):
         pass

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ from hvpipe.commands import launch_options, mpirun
 from hvpipe.commands.horovodrun_flags import WITHOUT_EFFECT
 from hvpipe.commands.mpirun import Mpirun
 from hvpipe.monitor import core_binding
+from hvpipe.specs.cluster import equal_cluster
 from hvpipe.trace.events import Event, Trace
+from model_graphs import chain
 
 HOROVODRUN = [
     *(
@@ -246,6 +249,8 @@ def test_mpiruns_own_arguments(script: str, capsys: pytest.CaptureFixture[str]) 
         (["-np", "2", "--timeout", "0", "train.py"], "Received: 0"),
         (["-np", "2", "--utilization-hz", "0", "train.py"], "--utilization-hz should be .*Received: 0"),
         (["-np", "2", "--trace", "absent/t.json", "train.py"], "Received: --trace 'absent/t.json'"),
+        (["-np", "2", "--trace", "x" * 300, "train.py"], "File name too long"),
+        (["-np", "2", "x" * 300], "The script should be a file"),
         (["-np", "2", "--trace", ".", "train.py"], r"Received: --trace '\.'"),
         (
             ["-np", "2", "--output-filename", "train.py", "train.py"],
@@ -326,6 +331,26 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_report_of_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path / "absent.json")]) == 1
     assert "hvpipe report: A trace should be" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.report, "run", interrupted)
+    assert cli.main(["report", "trace.json"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_letters_that_a_terminal_lacks(tmp_path: Path) -> None:
+    """Regression: UnicodeEncodeError."""
+    replace(chain(1), model="\N{SNOWMAN}").write(tmp_path / "profile.json")
+    equal_cluster(1).write(tmp_path / "cluster.json")
+    files = (str(tmp_path / "profile.json"), "--cluster", str(tmp_path / "cluster.json"))
+    command = [sys.executable, "-m", "hvpipe", "plan", *files, "--method", "even", "--no-baselines"]
+    result = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.startswith(rb"\u2603, 1 layer")
 
 
 def test_output_that_nobody_reads_to_its_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def test_the_file_is_synced_before_its_rename_and_the_folder_after_it(
     monkeypatch.setattr(os, "fsync", lambda handle: happened.append(os.readlink(f"/proc/self/fd/{handle}")))
     monkeypatch.setattr(os, "replace", noted)
     write_document(tmp_path / "index.json", {"a": 1})
-    partial = f".index.json.{os.getpid()}.partial"
+    partial = Path(happened[0]).name
+    assert re.fullmatch(r"\.index\.json\.\d+\.partial", partial)
     assert happened == [str(tmp_path / partial), f"{partial} is index.json", str(tmp_path)]
     assert os.listdir(tmp_path) == ["index.json"]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvpipe.blackbox.files import SUFFIX, Flight, FlightEvent, read_flight, to_json
+from hvpipe.blackbox.running import runs
 from hvpipe.errors import HvpipeError, listed
 
 LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "UnavailableError")
@@ -22,6 +24,8 @@ _THAWED_S = 3.0
 """The launcher wakes a stopped rank up to end it."""
 _ALONE_S = 0.05
 """The launcher sends SIGTERM to all ranks within a shorter time."""
+_LATELY_S = 10.0
+"""Clocks of two hosts hardly differ by more."""
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _MOST_NAMED = 8
 _WORTH_SAYING_S = 0.5
@@ -42,11 +46,21 @@ class Wait:
 
 @dataclass(frozen=True)
 class Records:
-    """The recorders of one start of a job, and what is wrong with some of them."""
+    """The recorders of one start of a job.
+
+    Attributes:
+        folder: Where they are.
+        flights: The recorders, by rank.
+        problems: What is wrong with some of them.
+        running: Ranks that still run.
+        ended: If some do, the newest of the other starts that has ended.
+    """
 
     folder: Path
     flights: tuple[Flight, ...]
     problems: tuple[str, ...]
+    running: frozenset[int] = frozenset()
+    ended: Path | None = None
 
 
 def read_records(folder: Path) -> Records:
@@ -55,20 +69,26 @@ def read_records(folder: Path) -> Records:
     Raises:
         HvpipeError: There is none.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise HvpipeError(f"DIR should be the folder of a flight recorder. Received: no folder {folder}")
-    files = sorted(folder.glob(f"*{SUFFIX}"))
-    if not files:
-        starts = {path.parent for path in folder.glob(f"*/*{SUFFIX}")}
-        if not starts:
-            raise HvpipeError(
-                f"DIR should have files of flight recorders (*{SUFFIX}). They are left by ranks that do not "
-                f"end properly. Received: none in {folder}"
-            )
-        folder = max(starts, key=lambda start: (start.stat().st_mtime, start.name))
-        files = sorted(folder.glob(f"*{SUFFIX}"))
+    if any(folder.glob(f"*{SUFFIX}")):
+        return _of_start(folder)
+    starts = {path.parent for path in folder.glob(f"*/*{SUFFIX}")}
+    if not starts:
+        raise HvpipeError(
+            f"DIR should have files of flight recorders (*{SUFFIX}). They are left by ranks that do not "
+            f"end properly. Received: none in {folder}"
+        )
+    newest, *others = sorted(starts, key=lambda start: (start.stat().st_mtime, start.name), reverse=True)
+    found = _of_start(newest)
+    if not found.running:
+        return found
+    return replace(found, ended=next((one for one in others if not _of_start(one).running), None))
+
+
+def _of_start(folder: Path) -> Records:
     flights, problems = [], []
-    for path in files:
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             flights.append(read_flight(path))
         except HvpipeError as error:
@@ -78,7 +98,17 @@ def read_records(folder: Path) -> Records:
         problems.append(
             f"There is no record of {_ranks(missing)}: it ended properly, or its file is on another host"
         )
-    return Records(folder, tuple(flights), tuple(problems))
+    return Records(folder, tuple(flights), tuple(problems), _running(flights))
+
+
+def _running(flights: Sequence[Flight]) -> frozenset[int]:
+    """Return the ranks that still run. If some of this host do, so do others that were heard of as lately."""
+    here = [one for one in flights if runs(one)]
+    if not here:
+        return frozenset()
+    hosts, lately_s = {one.host for one in here}, max(one.heard_s for one in here) - _LATELY_S
+    away = [one for one in flights if one.host not in hosts and one.ended_s is None]
+    return frozenset(one.rank for one in (*here, *(one for one in away if one.heard_s > lately_s)))
 
 
 def first_to_end(flights: Sequence[Flight]) -> Flight | None:
@@ -131,11 +161,15 @@ def to_text(records: Records) -> str:
     lines += [f"  {problem}" for problem in records.problems]
     if not flights:
         return "\n".join(lines)
-    lines.append(f"What happened: {verdict(flights)}")
-    first = first_to_end(flights)
+    lines.append(f"What happened: {_so_far(records)}")
+    if records.ended is not None:
+        lines.append(f"The newest start that has ended: hvpipe blackbox {records.ended}")
+    first = first_to_end(_ended(records))
     for flight in flights:
-        ended = _end_words(flight, first=flight is first)
-        lines.append(f"  rank {flight.rank} on {flight.host}: {flight.steps} steps; ended {ended}")
+        ended = f"ended {_end_words(flight, first=flight is first)}"
+        if flight.rank in records.running:
+            ended = f"still runs, its last sign of life at {_clock(flight.heard_s)}"
+        lines.append(f"  rank {flight.rank} on {flight.host}: {flight.steps} steps; {ended}")
         if flight.frozen is not None:
             lines.append(f"    {_frozen_words(flight)}")
         wait = open_wait(flight)
@@ -144,6 +178,20 @@ def to_text(records: Records) -> str:
             lines.append(f"    had waited {waited_s:.1f} s in {wait.what}")
         lines += [f"    {_clock(event.at_s)} {event.what}" for event in _said(flight)]
     return "\n".join(lines)
+
+
+def _ended(records: Records) -> list[Flight]:
+    return [one for one in records.flights if one.rank not in records.running]
+
+
+def _so_far(records: Records) -> str:
+    """Return the verdict, and which ranks still run."""
+    if not records.running:
+        return verdict(records.flights)
+    many = len(records.running) > 1
+    still = f"{_ranks(sorted(records.running))} still {'run' if many else 'runs'}."
+    ended = _ended(records)
+    return f"{verdict(ended)} {still.capitalize()}" if ended else f"nothing yet: {still}"
 
 
 def verdict(flights: Sequence[Flight], code: int | None = None) -> str:
@@ -195,16 +243,18 @@ def _all_killed(flights: Sequence[Flight]) -> str:
 
 def document(records: Records) -> dict[str, Any]:
     """Return all that is known as JSON."""
-    first = first_to_end(records.flights)
+    first = first_to_end(_ended(records))
     waits = {one.rank: open_wait(one) for one in records.flights}
     return {
         "folder": str(records.folder),
         "problems": list(records.problems),
-        "verdict": verdict(records.flights) if records.flights else None,
+        "verdict": _so_far(records) if records.flights else None,
+        "ended_start": None if records.ended is None else str(records.ended),
         "first": None if first is None else first.rank,
         "ranks": [
             {
                 **to_json(one),
+                "running": one.rank in records.running,
                 "waited_in": None if (wait := waits[one.rank]) is None else wait.what,
                 "waited_s": None if wait is None else _end_s(one) - wait.since_s,
             }

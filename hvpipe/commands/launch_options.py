@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,14 +117,14 @@ def output_path(option: str, value: str) -> str:
         LaunchError: If the file cannot be written.
     """
     target = Path(value).absolute()
-    if not target.parent.is_dir() or target.is_dir():
+    if not os.path.isdir(target.parent) or os.path.isdir(target):
         raise LaunchError(f"{option} should be a file in a folder that exists. Received: {option} {value!r}")
-    if target.exists() and not target.is_file():
+    if os.path.exists(target) and not target.is_file():
         return str(target)  # a device or a pipe
     try:
-        # Files are first written beside their final place, so test exactly that.
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
-            pass
+        # Files are first written beside their final place.
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix="."), suppress(FileNotFoundError):
+            os.stat(target)  # no file can have a name that is too long
     except OSError as error:
         raise LaunchError(
             f"{option} should be a file in a writable folder. Received: {option} {value!r}: {error.strerror}"

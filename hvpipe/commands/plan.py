@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.commands.terminal import has_colours
@@ -92,28 +93,38 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     # These need NumPy, which no other command needs.
     from hvpipe.commands.plan_report import is_pictured, title, to_json
     from hvpipe.commands.plan_request import make_plan
-    from hvpipe.trace.chart import draw_timeline, draw_utilization
+    from hvpipe.trace.chart import draw_timeline, draw_utilization, figure_class
 
+    if options.png is not None:
+        figure_class()  # before a long search
     try:
         result = make_plan(_request(options), with_baselines=not options.no_baselines)
     except HvpipeError as error:
         message = in_flags(str(error), options.batch_size is not None)
         raise (PlanError if isinstance(error, PlanError) else HvpipeError)(message) from error
-    if options.output is not None:
-        result.chosen.plan.write(options.output)
+    refused = {name: in_flags(why, options.batch_size is not None) for name, why in result.refused.items()}
+    result = replace(result, refused=refused)
+    # Files that are there stay as they are if this fails.
+    report = _json(to_json(result, explained=options.explain)) + "\n" if options.json else ""
+    report = report or _text(result, options, environ)
     if options.png is not None and is_pictured(result.chosen):
         draw_timeline(result.chosen.trace, options.png, title(result))
     elif options.png is not None:
         draw_utilization(result.chosen.utilization, options.png, title(result))
-    if options.json:
-        print(_json(to_json(result, explained=options.explain)))
-    else:
-        print(_text(result, options, environ), end="")
+    if options.output is not None:
+        result.chosen.plan.write(options.output)
+    print(report, end="")
     return 0
 
 
 def _request(options: argparse.Namespace) -> PlanRequest:
-    from hvpipe.commands.plan_request import PlanRequest, best_microbatches, check_chunks, read_profile
+    from hvpipe.commands.plan_request import (
+        PlanRequest,
+        best_microbatches,
+        check_chunks,
+        of_microbatch,
+        read_profile,
+    )
     from hvpipe.search.options import PipeliningChoice
     from hvpipe.specs.cluster import Cluster
 
@@ -122,9 +133,10 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     if options.recompute_stages is not None:
         recompute = options.recompute_stages
     cluster = Cluster.read(options.cluster)
+    profiled = read_profile(options.profile, options.graph_batch_size)
 
     def request_with(microbatches: int) -> PlanRequest:
-        profile = read_profile(options.profile, microbatches, options.batch_size, options.graph_batch_size)
+        profile = of_microbatch(profiled, microbatches, options.batch_size)
         if options.chunks is not None:
             check_chunks(options.chunks, len(profile.layers))
         chunks = 2 if options.chunks is None else options.chunks

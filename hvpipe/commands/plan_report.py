@@ -41,6 +41,7 @@ def to_json(result: PlanResult, *, explained: bool = False) -> dict[str, Any]:
             name: one and {**_figures(one, request), "plan": one.plan.to_json()}
             for name, one in result.baselines.items()
         },
+        "refused": result.refused,
         "fitting": {name: count for name, count in result.fitting.items() if is_random(name)},
         "notes": notes(result),
         **explanation,
@@ -68,7 +69,9 @@ def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained
     if result.chosen.plan.method == DATA_PARALLEL:
         parts += ["", _advice(result.chosen.plan), *notes(result)]
     if is_large(result.chosen):
-        parts += ["", f"The timeline is left out: {len(result.chosen.plan.ranks)} devices."]
+        devices = len(result.chosen.plan.ranks)
+        why = f"{devices} devices" if devices > MOST_DRAWN else f"{_actions(result.chosen):,} actions"
+        parts += ["", f"The timeline is left out: {why}."]
     elif result.chosen.trace.events:
         parts += ["", drawing(result.chosen).rstrip("\n")]
     if explained:
@@ -243,7 +246,7 @@ def _comparison(result: PlanResult) -> Iterator[str]:
         drawn = is_random(name) and result.fitting.get(name, 0)
         shown = f"{name} (median of {drawn})" if drawn else name
         if one is None:
-            rows.append([shown, *[""] * 7, "lacks memory"])
+            rows.append([shown, *[""] * 7, result.refused[name]])
             continue
         rows.append(
             [

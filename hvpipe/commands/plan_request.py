@@ -12,7 +12,7 @@ from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast.pipeline import Forecast, forecast
 from hvpipe.plan.baselines import BASELINES, baseline, is_random, random_plans
 from hvpipe.plan.exact import exact
-from hvpipe.plan.greedy import fitting, partition
+from hvpipe.plan.greedy import check_stages, fitting, partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.search.choice import MODES, Candidate, find
@@ -26,6 +26,9 @@ SEARCH = "search"
 METHODS = (SEARCH, "greedy", "exact", *BASELINES)
 MOST_COMPARED = 5000
 """With more micro-batches times stages, only quick baselines are shown; with ten times as many, none."""
+
+MOST_LAYERS = 1000
+"""With more layers, only quick baselines are shown: random ones cost hundreds of plans."""
 
 MOST_SAMPLES = 10**9
 """The most samples of a batch."""
@@ -82,8 +85,9 @@ class PlanResult:
         request: The user's request.
         chosen: The forecast of the chosen plan.
         candidates: The plans of the modes that it was chosen from.
-        baselines: The forecast of each baseline by name; None if it does not fit the devices.
+        baselines: The forecast of each baseline by name; None if it has no plan that fits.
         fitting: How many plans of each baseline fit. A random baseline is their median.
+        refused: Why a baseline has no plan.
     """
 
     request: PlanRequest
@@ -91,32 +95,38 @@ class PlanResult:
     candidates: tuple[Candidate, ...]
     baselines: dict[str, Forecast | None]
     fitting: dict[str, int]
+    refused: dict[str, str]
 
 
-def read_profile(
-    path: str, microbatches: int, batch_size: int | None = None, graph_batch_size: int | None = None
-) -> Profile:
-    """Read the profile of one micro-batch.
+def read_profile(path: str, graph_batch_size: int | None = None) -> Profile:
+    """Read a profile.
 
     Args:
         path: A profile in JSON, or a PipeDream graph (.txt).
-        microbatches: Micro-batches per step.
-        batch_size: Samples per step; then the profile is scaled to the largest micro-batch.
         graph_batch_size: The number of samples that the costs of a PipeDream graph are for, because the file
             does not say it; 1 if not given.
 
     Raises:
-        HvpipeError: If the file cannot be read or the numbers contradict each other.
+        HvpipeError: If the file cannot be read, or states its batch size.
     """
     if Path(path).suffix == ".txt":
-        profile = read_pipedream(path, batch_size=1 if graph_batch_size is None else graph_batch_size)
-    elif graph_batch_size is not None:
+        return read_pipedream(path, batch_size=1 if graph_batch_size is None else graph_batch_size)
+    if graph_batch_size is not None:
         raise HvpipeError(
             "--graph-batch-size is for a PipeDream graph (.txt); a profile states its batch size. "
             f"Received: {path!r}"
         )
-    else:
-        profile = Profile.read(path)
+    return Profile.read(path)
+
+
+def of_microbatch(profile: Profile, microbatches: int, batch_size: int | None) -> Profile:
+    """Return the profile of one micro-batch, the largest of a step of `batch_size` samples.
+
+    Without a batch size, a profile is for one.
+
+    Raises:
+        HvpipeError: If the numbers contradict each other.
+    """
     if batch_size is None:
         return profile
     if batch_size > MOST_SAMPLES:
@@ -153,17 +163,25 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
         chosen = _by_method(request, budget)
     others: dict[str, Forecast | None] = {}
     fitting: dict[str, int] = {}
+    refused: dict[str, str] = {}
     if with_baselines:
         shown = replace(request, pipelining=_for_baselines(request, chosen))
         stages = max(len(chosen.plan.stages), _all_stages(shown))
         work = stages * chosen.plan.pipelining.microbatches
         few = () if work > 10 * MOST_COMPARED else ("even", "pipedream", "m_topo")
-        small = work <= MOST_COMPARED and len(request.cluster.devices) <= MANY_DEVICES
+        small = (
+            work <= MOST_COMPARED
+            and len(request.cluster.devices) <= MANY_DEVICES
+            and len(request.profile.layers) <= MOST_LAYERS
+        )
         names = ("greedy", *BASELINES) if small else few
         for name in names:
             if name != request.method:
-                others[name], fitting[name] = _baseline(name, shown)
-    result = PlanResult(request, chosen, found, others, fitting)
+                try:
+                    others[name], fitting[name] = _baseline(name, shown)
+                except HvpipeError as error:
+                    others[name], fitting[name], refused[name] = None, 0, str(error)
+    result = PlanResult(request, chosen, found, others, fitting, refused)
     return _with_the_fastest(result) if request.method == SEARCH else result
 
 
@@ -446,20 +464,24 @@ def _made_by_method(request: PlanRequest) -> Forecast:
     return forecast(plan, profile, cluster)
 
 
-def _baseline(name: str, request: PlanRequest) -> tuple[Forecast | None, int]:
-    """Return a baseline's forecast (a random one's median by step time), and how many of its plans fit."""
+def _baseline(name: str, request: PlanRequest) -> tuple[Forecast, int]:
+    """Return a baseline's forecast (a random one's median by step time), and how many of its plans fit.
+
+    Raises:
+        HvpipeError: If it has no plan that fits.
+    """
     profile, cluster = request.profile, request.cluster
     stages, how = _all_stages(request), request.choice.usual
-    try:
-        if name == "greedy":
-            plans = [plan for plan in [fitting(profile, cluster, stages, how)] if plan is not None]
-        elif is_random(name):
-            seeds = range(request.seed, request.seed + DRAWS)
-            plans = random_plans(name, profile, cluster, stages, how, seeds)
-        else:
-            plans = [baseline(name, profile, cluster, stages, how)]
-    except HvpipeError:
-        return None, 0
+    if name == "greedy":
+        check_stages(profile, cluster, stages, how)
+        plans = [plan for plan in [fitting(profile, cluster, stages, how)] if plan is not None]
+    elif is_random(name):
+        seeds = range(request.seed, request.seed + DRAWS)
+        plans = random_plans(name, profile, cluster, stages, how, seeds)
+    else:
+        plans = [baseline(name, profile, cluster, stages, how)]
     forecasts = [forecast(plan, profile, cluster) for plan in plans]
     found = sorted((one for one in forecasts if not one.shortages(cluster)), key=lambda one: one.step_s)
-    return found[(len(found) - 1) // 2] if found else None, len(found)
+    if not found:
+        raise PlanError("lacks memory")
+    return found[(len(found) - 1) // 2], len(found)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from hvpipe.commands.launch_options import (
     add_launch_options,
@@ -71,8 +71,14 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         repeats=options.repeats,
         optimizer=options.optimizer,
     )
-    if task.is_file and not Path(task.place).is_file():
+    if task.is_file and not os.path.isfile(task.place):
         raise LaunchError(f"{task.place} should be a file. Received: {task.target!r}")
+    one = os.path.realpath(task.profile_path)
+    if one == os.path.realpath(task.cluster_path) and one != os.devnull:
+        raise LaunchError(
+            "--output and --cluster should be two files. "
+            f"Received: --output {options.output} --cluster {options.cluster}"
+        )
     command = (sys.executable, "-u", "-m", "hvpipe.keras.profiling.ranks", task.to_text())
     default = {} if "HVPIPE_TIMEOUT" in environ else {"HVPIPE_TIMEOUT": str(_TIMEOUT_S)}
     settings = {**default, **timeout_setting(options)}

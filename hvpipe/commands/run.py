@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -91,7 +92,7 @@ def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:
     if not _is_python(options.script):
         words = [options.script, *words]
     # A word that begins with a dash is an option for Python itself.
-    if not words or not (words[0].startswith("-") or Path(words[0]).is_file()):
+    if not words or not (words[0].startswith("-") or os.path.isfile(words[0])):
         raise LaunchError(f"The script should be a file. Received: script={(words or [''])[0]!r}")
     return (sys.executable, "-u", *words)
 
@@ -100,7 +101,7 @@ def _is_python(word: str) -> bool:
     """Tell whether a word names this Python and no script; raise LaunchError if it names another Python."""
     path = Path(word)
     version = re.fullmatch(r"python((?:\d+(?:\.\d+)?)?)", path.name)
-    if version is None or (path.name == word and path.is_file()):
+    if version is None or (path.name == word and os.path.isfile(path)):
         return False
     beside = path.name == word or path.parent.resolve() == Path(sys.executable).parent.resolve()
     if not beside or version[1] not in ("", *_VERSIONS):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.monitor.status_files import GONE_S, RankStatus, RunningJob, check_own, read_jobs, status_root
 
 _SILENT_S = 5.0  # a rank that has been silent for longer is marked
+_LONGEST_S = 86_400.0
 _HOME_AND_CLEAR = "\033[H\033[J"
 
 Column = tuple[str, Callable[[RankStatus], str]]
@@ -39,9 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Show a job until it ends or Ctrl-C. Returns 0; raises HvpipeError if there is no such job."""
-    if not (math.isfinite(options.interval) and options.interval > 0):
+    if not 0 < options.interval <= _LONGEST_S:
         raise HvpipeError(
-            f"--interval should be a positive number of seconds. Received: --interval {options.interval}"
+            f"--interval should be a positive number of seconds, at most {_LONGEST_S:.0f}. "
+            f"Received: --interval {options.interval:g}"
         )
     named = live_folder(environ)
     root = status_root(named)

@@ -75,7 +75,8 @@ def forecast_data_parallel(
         The forecast. Its plan has one stage with these devices.
 
     Raises:
-        PlanError: If the batch has fewer samples than there are devices, or with recomputation.
+        PlanError: If the batch has fewer samples than there are devices, without devices, or with
+            recomputation.
 
     Example:
         ```python
@@ -83,6 +84,8 @@ def forecast_data_parallel(
         ```
     """
     devices = cluster.devices if names is None else tuple(map(cluster.device, names))
+    if not devices:
+        raise PlanError("names should have at least one device. Received: names=[]")
     plan = _plan(profile, cluster, pipelining, samples, devices)
     profile = replace(profile, layers=tuple(profile.once(range(len(profile.layers)))))
     events, memory_bytes = [], []

@@ -9,6 +9,7 @@ from functools import cached_property
 from hvpipe.errors import PlanError
 from hvpipe.forecast.step import Step, StepModel
 from hvpipe.plan.memory_shortage import say_missing
+from hvpipe.plan.placement_cost import missing_bytes
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.schedule.plan_schedule import check_is_pipeline
 from hvpipe.specs.cluster import Cluster
@@ -57,12 +58,7 @@ class Forecast:
 
     def shortages(self, cluster: Cluster) -> dict[str, int]:
         """Return the missing bytes of each device that lacks memory, by device name."""
-        missing = {}
-        for name, size_bytes in zip(self.plan.ranks, self.memory_bytes, strict=True):
-            limit_bytes = cluster.device(name).memory_bytes
-            if limit_bytes is not None and size_bytes > limit_bytes:
-                missing[name] = size_bytes - limit_bytes
-        return missing
+        return missing_bytes(dict(zip(self.plan.ranks, self.memory_bytes, strict=True)), cluster)
 
     def check_memory(self, cluster: Cluster) -> Forecast:
         """Return the forecast itself; raise PlanError if memory is short, saying what each device lacks."""

@@ -30,14 +30,18 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         for device in stage.devices:
             one = cluster.device(device)
             forward_s, backward_s, _, weights_s = (s / one.speed for s in on[one.type][number])
-            transfers_s = {
-                user: [
-                    cluster.link(device, other).time_s(crossing.bytes, crossing.messages)
-                    for other in plan.stages[user].devices
-                ]
-                for (maker, user), crossing in crossings.items()
-                if maker == number
-            }
-            of_devices.append(StageTimes(forward_s, backward_s, min(weights_s, backward_s), transfers_s))
+            there_s, back_s = (
+                {
+                    user: [
+                        crossing.time_s(cluster.link(device, other), back)
+                        for other in plan.stages[user].devices
+                    ]
+                    for (maker, user), crossing in crossings.items()
+                    if maker == number
+                }
+                for back in (False, True)
+            )
+            weights_s = min(weights_s, backward_s)
+            of_devices.append(StageTimes(forward_s, backward_s, weights_s, there_s, back_s))
         costs.append(of_devices)
     return costs

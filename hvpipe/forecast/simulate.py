@@ -102,8 +102,6 @@ class Simulation:
 
     Args:
         makespan_s: Seconds of the step.
-        busy_s: Seconds that each rank computes.
-        peak_stash: The most micro-batches that each rank stashes.
         ends_s: Seconds from the start of the step to the end of each rank's last action.
         work: What was simulated.
         resources: The names of the work's resources.
@@ -116,11 +114,21 @@ class Simulation:
     """
 
     makespan_s: float
-    busy_s: tuple[float, ...]
-    peak_stash: tuple[int, ...]
     ends_s: tuple[float, ...]
     work: Work = field(repr=False)
     resources: tuple[Resource, ...] = field(repr=False)
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        pairs = zip(self.work.seconds, self.work.schedule.jobs, strict=True)
+        return tuple(math.fsum(map(of.__getitem__, done)) for of, done in pairs)
+
+    @cached_property
+    def peak_stash(self) -> tuple[int, ...]:
+        """The most micro-batches that each rank stashes."""
+        schedule = self.work.schedule
+        return tuple(schedule.peak_stash([1] * schedule.stages))
 
     @cached_property
     def _record(self) -> Record:
@@ -200,10 +208,7 @@ def simulation(work: Work, resources: Sequence[Resource]) -> Simulation | None:
     ends_s = run(work)
     if ends_s is None:
         return None
-    jobs = work.schedule.jobs
-    busy_s = (math.fsum(map(of.__getitem__, done)) for of, done in zip(work.seconds, jobs, strict=True))
-    peaks = tuple(work.schedule.peak_stash([1] * work.schedule.stages))
-    return Simulation(max(ends_s), tuple(busy_s), peaks, tuple(ends_s), work, tuple(resources))
+    return Simulation(max(ends_s), tuple(ends_s), work, tuple(resources))
 
 
 CostTable = Mapping[tuple[int, int], StageTimes]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from hvpipe.errors import PlanError
 from hvpipe.forecast.gradient_reduce import FinalGradients, Ring, reduce_beside
-from hvpipe.forecast.layer_sums import LayerSums
+from hvpipe.forecast.layer_sums import Crossing, LayerSums
 from hvpipe.forecast.simulate import Simulation, simulation
 from hvpipe.forecast.stage_work import ends_of, names_of, stage_work
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.plan.placement_cost import Placement
+from hvpipe.plan.placement_cost import Placement, waiting_bytes
 from hvpipe.schedule.coded import CodedSchedule, coded_schedule
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
@@ -106,18 +106,23 @@ class StepModel:
         which are on a rank.
         """
         ends, m = ends_of(placement), pipelining.microbatches
-        state, received, saved = self.sums.kept_bytes(ends, self.sums.crossings(ends))
+        crossings = self.sums.crossings(ends)
+        state, received, saved = self.sums.kept_bytes(ends, crossings)
         counts = [len(devices) for devices, _ in placement]
         equal = [self.are_equal(devices) for devices, _ in placement]
         if all(equal):
             in_flight = pipelining.all_in_flight(counts)
+            held = [dealt * count for dealt, count in zip(in_flight, counts, strict=True)]
+            found = _waiting_bytes(crossings, counts, held, m)
         else:
             in_flight = [-(-m // count) if alike else m for count, alike in zip(counts, equal, strict=True)]
-        found = []
+            found = [0] * len(counts)
+            for (maker, user), crossing in crossings.items():
+                found[maker] += -(-m // counts[maker]) * crossing.back_bytes if user > maker + 1 else 0
         for stage, dealt in enumerate(in_flight):
             twice = pipelining.recomputes(stage)
             kept = received[stage] + (0 if twice else saved[stage])
-            found.append(state[stage] + dealt * kept + (saved[stage] if twice else 0))
+            found[stage] += state[stage] + dealt * kept + (saved[stage] if twice else 0)
         return found
 
     def are_equal(self, devices: tuple[str, ...]) -> bool:
@@ -131,14 +136,22 @@ class StepModel:
         self, placement: Placement, pipelining: Pipelining, schedule: CodedSchedule
     ) -> tuple[int, ...]:
         ends = ends_of(placement)
-        state, received, saved = self.sums.kept_bytes(ends, self.sums.crossings(ends))
+        crossings = self.sums.crossings(ends)
+        state, received, saved = self.sums.kept_bytes(ends, crossings)
+        counts = [len(devices) for devices, _ in placement]
+        if pipelining.chunks > 1:
+            held = pipelining.all_in_flight(counts)
+        else:
+            peaks = schedule.peak_stash([1] * len(ends))
+            held = [sum(peaks[rank] for rank in ranks) for ranks in schedule.ranks_of]
+        waiting = _waiting_bytes(crossings, counts, held, pipelining.microbatches)
         again = [pipelining.recomputes(stage) for stage in range(len(ends))]
         kept = [got + (0 if twice else save) for got, save, twice in zip(received, saved, again, strict=True)]
         sizes = []
         for stash_bytes, jobs in zip(schedule.peak_stash(kept), schedule.jobs_of, strict=True):
             stages = {job >> 2 for job in jobs}
             anew_bytes = max((saved[stage] for stage in stages if again[stage]), default=0)
-            sizes.append(sum(state[stage] for stage in stages) + stash_bytes + anew_bytes)
+            sizes.append(sum(state[s] + waiting[s] for s in stages) + stash_bytes + anew_bytes)
         return tuple(sizes)
 
     def ring(self, devices: tuple[str, ...]) -> Ring:
@@ -184,6 +197,13 @@ class StepModel:
             whole_s = sum(update_s[stage] for stage in stages) / self.cluster.device(name).speed
             found.append((start_s, start_s + whole_s))
         return tuple(found)
+
+
+def _waiting_bytes(
+    crossings: Mapping[tuple[int, int], Crossing], replicas: Sequence[int], held: Sequence[int], m: int
+) -> list[int]:
+    sent = ((*stages, crossing.bytes, crossing.back_bytes) for stages, crossing in crossings.items())
+    return waiting_bytes(sent, replicas, held, m)
 
 
 def _spans(placement: Placement) -> list[tuple[int, int]]:

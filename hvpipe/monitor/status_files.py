@@ -20,6 +20,10 @@ GONE_S = 30.0
 JOB_PREFIX = "hvpipe-job-"
 _SWEPT_S = 3600.0
 _OTHERS = "others.json"
+_MOST = 1e18
+"""No figure of a rank is larger."""
+_CLOCKS_S = 2.0
+"""Clocks that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class RankStatus:
         if not isinstance(document, Mapping) or not document.keys() <= _TYPES.keys():
             return None
         if any(not isinstance(value, _TYPES[name]) for name, value in document.items()):
+            return None
+        if not all(abs(value) < _MOST for value in document.values() if isinstance(value, (int, float))):
             return None
         try:
             return RankStatus(**{name: _printable(value) for name, value in document.items()})
@@ -135,7 +141,14 @@ class StatusFolder:
 
 
 def read_jobs(root: Path, now_s: float | None = None) -> list[RunningJob]:
-    """Return the jobs with a rank that has written lately, newest first."""
+    """Return the jobs with a rank that has written lately, newest first.
+
+    Args:
+        root: The folder of jobs, also of other hosts.
+        now_s: The Unix time by the clocks of all ranks; None for this host's, which files' times tell from
+            those of the ranks.
+    """
+    ahead_s = _ahead_s(root) if now_s is None else None
     now_s = time.time() if now_s is None else now_s
     jobs = []
     try:
@@ -144,7 +157,7 @@ def read_jobs(root: Path, now_s: float | None = None) -> list[RunningJob]:
         return []
     for folder in folders:
         ranks: dict[int, RankStatus] = {}
-        for one in _read_folder(folder):
+        for one in _read_folder(folder, ahead_s):
             if one.rank not in ranks or ranks[one.rank].at_s < one.at_s:
                 ranks[one.rank] = one
         if any(now_s - one.at_s < GONE_S for one in ranks.values()):
@@ -153,15 +166,38 @@ def read_jobs(root: Path, now_s: float | None = None) -> list[RunningJob]:
     return sorted(jobs, key=lambda job: job.began_s, reverse=True)
 
 
-def _read_folder(folder: Path) -> list[RankStatus]:
-    found = []
+def _ahead_s(root: Path) -> float | None:
+    """Return the seconds that this host's clock is ahead of the file system's; None if it cannot be told."""
+    try:
+        with tempfile.TemporaryFile(dir=root) as file:
+            return time.time() - os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return None
+
+
+def _read_folder(folder: Path, ahead_s: float | None) -> list[RankStatus]:
+    """Return what ranks wrote; with `ahead_s`, in the time of this host."""
+    own: list[RankStatus] = []
+    others: list[RankStatus] = []
+    late_s: dict[int, float] = {}  # by how much this host's clock is ahead of a rank's
     for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            document = json.loads(path.read_text())
-            for entry in document if isinstance(document, list) else [document]:
-                if (one := RankStatus.from_json(entry)) is not None:
-                    found.append(one)
-    return found
+        with contextlib.suppress(OSError, ValueError), open(path) as file:
+            document, written_s = json.load(file), os.fstat(file.fileno()).st_mtime
+            found = map(RankStatus.from_json, document if isinstance(document, list) else [document])
+            statuses = [one for one in found if one is not None]
+            if path.name == _OTHERS:
+                others += statuses
+                continue
+            own += statuses
+            for one in statuses:
+                differ_s = 0.0 if ahead_s is None else written_s + ahead_s - one.at_s
+                late_s[one.rank] = differ_s if abs(differ_s) > _CLOCKS_S else 0.0
+    first_s = late_s.get(0, 0.0)  # rank 0 dates the start of the job, and what others sent
+
+    def shifted(one: RankStatus, by_s: float) -> RankStatus:
+        return replace(one, at_s=one.at_s + by_s, began_s=one.began_s + first_s)
+
+    return [*(shifted(one, late_s[one.rank]) for one in own), *(shifted(one, first_s) for one in others)]
 
 
 def _write(path: Path, document: object) -> None:
@@ -173,7 +209,8 @@ def _sweep(root: Path) -> None:
     """Remove the files of killed jobs, and nothing else: the user may have named any folder."""
     for folder in root.glob(f"{JOB_PREFIX}*"):
         with contextlib.suppress(OSError):
-            files = [*folder.glob("rank-*.json"), *folder.glob(_OTHERS)]
+            names = ("rank-*.json", _OTHERS, ".*.json.*.partial")
+            files = [path for name in names for path in folder.glob(name)]
             newest_s = max((path.stat().st_mtime for path in files), default=folder.stat().st_mtime)
             if time.time() - newest_s > _SWEPT_S:
                 for path in files:

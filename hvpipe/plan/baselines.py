@@ -11,7 +11,7 @@ from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan.chain_cuts import ChainCutter
 from hvpipe.plan.greedy import check_stages
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.plan.placement_cost import Placement, in_flight_of, stage_bytes
+from hvpipe.plan.placement_cost import Placement, fits_memory
 from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster, Device
@@ -122,25 +122,8 @@ def _drawn(
     for _ in range(draws):
         placement = BASELINES[name](profile, cluster, devices, generator)
         used = [(names, layers) for names, layers in placement if layers]
-        fits = _fits(profile, cluster, used, pipelining)
+        fits = fits_memory(profile, cluster, used, pipelining)
         yield Plan.of(profile, cluster, used, pipelining, name) if fits else None
-
-
-def _fits(profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining) -> bool:
-    """Tell whether every device has the memory that `stage_costs` would count, without computing times."""
-    stage_of = {place: stage for stage, (_, places) in enumerate(placement) for place in places}
-    received_bytes = [0] * len(placement)
-    for tensor in profile.tensors:
-        for stage in {stage_of[user] for user in tensor.users} - {stage_of[tensor.maker]}:
-            received_bytes[stage] += tensor.bytes
-    in_flight = in_flight_of(placement, pipelining)
-    for stage, (names, places) in enumerate(placement):
-        layers = profile.once(places)
-        again = pipelining.recomputes(stage)
-        size_bytes = sum(stage_bytes(layers, received_bytes[stage], in_flight[stage], again))
-        if size_bytes > cluster.device(names[0]).room_bytes:
-            return False
-    return True
 
 
 def _random(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:

@@ -93,7 +93,13 @@ def exact(
     placement = orders.placement(best)
     if order is not None:
         placement = [((name,), layers) for name, (_, layers) in zip(order, placement, strict=True)]
-    return Plan.of(profile, cluster, placement, pipelining, method)
+    plan = Plan.of(profile, cluster, placement, pipelining, method)
+    if not plan.shortages(cluster):
+        return plan
+    # Spans leave out what waits for tensors that skip stages.
+    if greedy is not None and order in (None, list(greedy.ranks)):
+        return replace(greedy, method="not proven exact")
+    raise PlanError(explain_shortage(plan, profile, cluster))
 
 
 def _without_skips(

@@ -12,7 +12,7 @@ import numpy as np
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan.device_orders import DeviceOrders, Order
 from hvpipe.plan.greedy_fill import BeamWidth, Cut, DeviceChoices, fill
-from hvpipe.plan.memory_shortage import any_fit, explain_shortage, least_short
+from hvpipe.plan.memory_shortage import any_fit, explain_shortage, least_short, with_more
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
 from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
@@ -32,6 +32,8 @@ _FEW_ORDERS = 720
 # as a filling takes time in proportion to its stages. Refining a better order costs as much as this many
 # fillings.
 _STAGES_FILLED, _REFINING = 4000, 24
+# A plan that lacks memory for what spans leave out is made anew with less memory, up to so many times.
+_TRIES = 6
 # Links that differ by less than this share count as equal: measured links vary as much.
 _ALIKE = 0.05
 
@@ -49,7 +51,8 @@ def partition(
         profile: The model, with costs of one micro-batch.
         cluster: The devices and links.
         stages: Number of stages; with "interleaved", a multiple of the chunks, and the stages go round the
-            devices in a circle. None tries every number of devices and takes the smallest predicted step.
+            devices in a circle. None takes the number with the smallest predicted step, and leaves out
+            numbers of devices that compute for longer.
         pipelining: Schedule, micro-batches, recomputation, chunks.
 
     Returns:
@@ -76,14 +79,27 @@ def partition(
         check_stages(profile, cluster, least if stages is None else stages, pipelining)
     spans = Spans(profile)
     counts = range(least, most + 1, chunks) if stages is None else (stages,)
-    found = (fitting(profile, cluster, count, pipelining, spans) for count in counts)
-    plans = [plan for plan in found if plan is not None]
-    if not plans:
-        plan = least_short(profile, cluster, stages or most, pipelining)
-        if plan.shortages(cluster):
-            raise PlanError(explain_shortage(plan, profile, cluster))
-        plans.append(plan)
-    return min(plans, key=lambda plan: plan.step_s)
+    best: Plan | None = None
+    for count in reversed(counts):
+        if best is not None and _least_step_s(spans, cluster, count // chunks, pipelining) > best.step_s:
+            break  # so it is with fewer stages
+        plan = fitting(profile, cluster, count, pipelining, spans)
+        if plan is not None and (best is None or plan.step_s <= best.step_s):
+            best = plan
+    if best is None:
+        best = least_short(profile, cluster, stages or most, pipelining)
+        if best.shortages(cluster):
+            raise PlanError(explain_shortage(best, profile, cluster))
+    return best
+
+
+def _least_step_s(spans: Spans, cluster: Cluster, devices: int, pipelining: Pipelining) -> float:
+    """Return a bound on `Plan.step_s` on so many devices: if they compute alike, without transfers."""
+    if any(device.type for device in cluster.devices):
+        return 0.0
+    speeds = sorted((device.speed for device in cluster.devices), reverse=True)[:devices]
+    least_s = 1 / speeds[0] + (pipelining.microbatches - 1) / sum(speeds)
+    return float(spans.compute_s[-1]) * least_s * (1 - 1e-9)
 
 
 def fitting(
@@ -94,11 +110,19 @@ def fitting(
     Use it to try many numbers of stages: `partition` takes far longer when nothing fits, to explain why.
     `spans` are the profile's, if the caller has them.
     """
-    orders = DeviceOrders(profile.levelled(cluster), stages, pipelining, _ALIKE)
-    cuts = _search(spans or Spans(profile), orders)
-    if cuts is None:
-        return None
-    return Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy")
+    spans, usable = spans or Spans(profile), profile.levelled(cluster)
+    for _ in range(_TRIES):
+        orders = DeviceOrders(usable, stages, pipelining, _ALIKE)
+        cuts = _search(spans, orders)
+        if cuts is None:
+            return None
+        plan = Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy")
+        missing_bytes = plan.shortages(cluster)
+        if not missing_bytes:
+            return plan
+        # Spans leave out what waits for tensors that skip stages: leave room for it.
+        usable = with_more(usable, {name: -size for name, size in missing_bytes.items()})
+    return None
 
 
 def check_stages(

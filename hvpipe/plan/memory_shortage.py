@@ -10,6 +10,7 @@ from hvpipe.errors import listed
 from hvpipe.plan.device_orders import DeviceOrders
 from hvpipe.plan.greedy_fill import BeamWidth, Cut, fill
 from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.placement_cost import fits_memory
 from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster
@@ -53,7 +54,9 @@ def explain_shortage(plan: Plan, profile: Profile, cluster: Cluster) -> str:
 
 
 def _fits(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> bool:
-    return any_fit(Spans(profile), DeviceOrders(cluster, stages, pipelining)) is not None
+    orders = DeviceOrders(cluster, stages, pipelining)
+    cuts = any_fit(Spans(profile), orders)
+    return cuts is not None and fits_memory(profile, cluster, orders.placement(cuts), pipelining)
 
 
 def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Plan:
@@ -62,9 +65,10 @@ def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pip
     It may even fit as it is: filling keeps only some of what it finds, and may find more with more memory.
     """
     spans = Spans(profile)
+    names = [device.name for device in cluster.devices]
 
     def cuts_with(more_bytes: int) -> tuple[DeviceOrders, list[Cut] | None]:
-        orders = DeviceOrders(_with_more(cluster, more_bytes), stages, pipelining)
+        orders = DeviceOrders(with_more(cluster, dict.fromkeys(names, more_bytes)), stages, pipelining)
         return orders, any_fit(spans, orders)
 
     # Start at a thousandth of the memory: from a byte on, gigabytes would take dozens of fillings.
@@ -79,13 +83,15 @@ def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pip
     return Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy")
 
 
-def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
-    """Return the cluster with this much more memory on every device that has a limit."""
+def with_more(cluster: Cluster, more_bytes: Mapping[str, int]) -> Cluster:
+    """Return the cluster with more memory on devices that have a limit, by name; never below 0 bytes."""
     hosts = (
         replace(
             host,
             devices=tuple(
-                d if d.memory_bytes is None else replace(d, memory_bytes=d.memory_bytes + more_bytes)
+                d
+                if d.memory_bytes is None
+                else replace(d, memory_bytes=max(0, d.memory_bytes + more_bytes.get(d.name, 0)))
                 for d in host.devices
             ),
         )

@@ -86,7 +86,7 @@ class Pipelining:
         """Return the most micro-batches whose activations a rank of stage number `stage` keeps.
 
         `replicas` are the numbers of ranks of all stages. The result is an estimate if ranks of a stage have
-        unequal shares or a rank has several stages; `hvpipe.schedule.verify.peak_stash` counts exactly.
+        unequal shares or a rank has several stages; `verify(schedule).peak_stash` counts exactly.
         """
         return _IN_FLIGHT[self.schedule](self, stage, replicas)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
 from hvpipe.specs.cluster import Cluster, Device, Link
-from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.specs.profile import Profile
 
 Placement = Sequence[tuple[tuple[str, ...], Sequence[int]]]
@@ -31,7 +31,8 @@ class StageCost:
         receive_bytes: Bytes of the tensors received, without gradients.
         send_bytes: Bytes of the tensors sent, without gradients; each counts once.
         state_bytes: Bytes of weights, gradients and optimizer slots.
-        stash_bytes: Bytes that all micro-batches in flight keep for the backward, received tensors included.
+        stash_bytes: Bytes that all micro-batches in flight keep for the backward, received tensors included,
+            and `waiting_bytes`.
     """
 
     compute_s: float
@@ -80,11 +81,10 @@ def stage_costs(
             receive_s[stage] += time_s / len(placement[stage][0])
             receive_bytes[stage] += tensor.bytes
     costs = []
-    in_flight = in_flight_of(placement, pipelining)
+    memory = stage_memory(profile, placement, pipelining)
     for stage, (devices, places) in enumerate(placement):
-        layers = profile.once(places)
         again = pipelining.recomputes(stage)
-        state_bytes, stash_bytes = stage_bytes(layers, receive_bytes[stage], in_flight[stage], again)
+        state_bytes, stash_bytes = memory[stage]
         costs.append(
             StageCost(
                 compute_s=_compute_s(profile, [cluster.device(name) for name in devices], places, again),
@@ -119,21 +119,76 @@ def together_s(times_s: Sequence[float]) -> float:
     return 1 / sum(1 / time_s for time_s in times_s)
 
 
-def in_flight_of(placement: Placement, pipelining: Pipelining) -> list[int]:
-    """Return the most micro-batches that each stage holds: all of them if the placement is not a pipeline."""
-    if not is_contiguous(placement):
-        return [pipelining.microbatches] * len(placement)
-    counts = [len(devices) for devices, _ in placement]
-    return [pipelining.in_flight(stage, counts) for stage in range(len(placement))]
+def stage_memory(profile: Profile, placement: Placement, pipelining: Pipelining) -> list[tuple[int, int]]:
+    """Return for each stage the bytes that it always holds, and those that it stashes."""
+    stage_of = {place: stage for stage, (_, places) in enumerate(placement) for place in places}
+    sent: list[Sent] = []
+    for tensor in profile.tensors:
+        home = stage_of[tensor.maker]
+        for stage in {stage_of[user] for user in tensor.users} - {home}:
+            sent.append((home, stage, tensor.bytes, tensor.gradient_bytes))
+    replicas = [len(devices) for devices, _ in placement]
+    if is_contiguous(placement):
+        in_flight = pipelining.all_in_flight(replicas)
+    else:
+        in_flight = [pipelining.microbatches] * len(placement)
+    held = [flying * count for flying, count in zip(in_flight, replicas, strict=True)]
+    found = []
+    stash_bytes = waiting_bytes(sent, replicas, held, pipelining.microbatches)
+    for _, stage, size_bytes, _ in sent:
+        stash_bytes[stage] += in_flight[stage] * size_bytes
+    for stage, (_, places) in enumerate(placement):
+        layers = profile.once(places)
+        saved = 1 if pipelining.recomputes(stage) else in_flight[stage]
+        stash_bytes[stage] += saved * sum(layer.saved_bytes for layer in layers)
+        found.append((sum(layer.state_bytes for layer in layers), stash_bytes[stage]))
+    return found
 
 
-def stage_bytes(
-    layers: Sequence[LayerCost], receive_bytes: int, in_flight: int, recompute: bool
-) -> tuple[int, int]:
-    """Return the bytes that a stage always holds, and those that it stashes for micro-batches in flight."""
-    saved_bytes = sum(layer.saved_bytes for layer in layers)
-    saved = 1 if recompute else in_flight
-    return sum(layer.state_bytes for layer in layers), in_flight * receive_bytes + saved * saved_bytes
+def fits_memory(profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining) -> bool:
+    """Tell whether every device has the memory for all of its stages."""
+    needed_bytes: Counter[str] = Counter()
+    for (names, _), sizes in zip(placement, stage_memory(profile, placement, pipelining), strict=True):
+        needed_bytes.update(dict.fromkeys(names, sum(sizes)))
+    return not missing_bytes(needed_bytes, cluster)
+
+
+def missing_bytes(needed_bytes: Mapping[str, int], cluster: Cluster) -> dict[str, int]:
+    """Return the missing bytes of each device that lacks memory, by device name."""
+    limits_bytes = {name: cluster.device(name).memory_bytes for name in needed_bytes}
+    return {
+        name: needed_bytes[name] - limit_bytes
+        for name, limit_bytes in limits_bytes.items()
+        if limit_bytes is not None and needed_bytes[name] > limit_bytes
+    }
+
+
+Sent = tuple[int, int, int, int]
+"""Tensors of a micro-batch between two stages: maker, user, their bytes and those of their gradients."""
+
+
+def waiting_bytes(
+    sent: Iterable[Sent], replicas: Sequence[int], held: Sequence[int], microbatches: int
+) -> list[int]:
+    """Return what each rank of a stage holds for tensors that skip stages, beside its own micro-batches.
+
+    The receive of such a tensor is posted when its maker runs, so at its user the tensor waits for each
+    micro-batch that is in flight at the maker but not at the user. At the maker its gradient waits for as
+    many. A stage's ranks share them evenly. Tensors to the next stage hardly wait.
+
+    Args:
+        sent: The tensors.
+        replicas: The number of ranks of each stage.
+        held: The micro-batches in flight on all ranks of each stage together.
+        microbatches: Micro-batches of the step.
+    """
+    found = [0] * len(replicas)
+    for maker, user, size_bytes, gradient_bytes in sent:
+        waiting = min(microbatches, held[maker]) - held[user]
+        if user > maker + 1 and waiting > 0:
+            found[user] += -(-waiting // replicas[user]) * size_bytes
+            found[maker] += -(-waiting // replicas[maker]) * gradient_bytes
+    return found
 
 
 def _slowest(cluster: Cluster, one: tuple[str, ...], other: tuple[str, ...]) -> Link:

@@ -12,7 +12,14 @@ from typing import Any
 from hvpipe.config_file import Table, read_document, write_document
 from hvpipe.errors import PlanError
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.plan.placement_cost import Placement, StageCost, is_contiguous, one_batch_s, stage_costs
+from hvpipe.plan.placement_cost import (
+    Placement,
+    StageCost,
+    is_contiguous,
+    missing_bytes,
+    one_batch_s,
+    stage_costs,
+)
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
@@ -139,12 +146,7 @@ class Plan:
 
     def shortages(self, cluster: Cluster) -> dict[str, int]:
         """Return the missing bytes of each device that lacks memory for its stages, by device name."""
-        missing = {}
-        for device, size_bytes in self.memory_bytes.items():
-            limit_bytes = cluster.device(device).memory_bytes
-            if limit_bytes is not None and size_bytes > limit_bytes:
-                missing[device] = size_bytes - limit_bytes
-        return missing
+        return missing_bytes(self.memory_bytes, cluster)
 
     def placement(self, profile: Profile) -> list[tuple[tuple[str, ...], list[int]]]:
         """Return the devices of each stage and the indices of its layers in the profile."""

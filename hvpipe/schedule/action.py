@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hvpipe.config_file import short
 from hvpipe.errors import HvpipeError
 
 KINDS = {
@@ -15,7 +16,7 @@ KINDS = {
 }
 """The kinds of actions. A micro-batch runs on a stage as F, then either B, or I and some time later W."""
 
-_TOKEN = re.compile(r"(\d*)([A-Z])(\d+)")
+_TOKEN = re.compile(r"(\d{,18})([A-Z])(\d{1,18})")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,6 @@ class Action:
         if match is None or match[2] not in KINDS:
             raise HvpipeError(
                 f"{where}: an action should read F0, or 2F0 with its stage, and be one of "
-                f"{', '.join(f'{kind} ({what})' for kind, what in KINDS.items())}. Received: {word!r}"
+                f"{', '.join(f'{kind} ({what})' for kind, what in KINDS.items())}. Received: {short(word)}"
             )
         return Action(match[2], int(match[3]), int(match[1]) if match[1] else stage)

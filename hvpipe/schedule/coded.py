@@ -98,7 +98,7 @@ class CodedSchedule:
         )
 
     def peak_stash(self, sizes: Sequence[int]) -> list[int]:
-        """Return the most that each rank holds at one time, as `verify.peak_stash` does.
+        """Return the most that each rank holds at one time. I frees some memory, which is not counted.
 
         Args:
             sizes: What a micro-batch of each stage holds from F until B or W.

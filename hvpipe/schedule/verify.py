@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule.action import Action
+from hvpipe.schedule.coded import CodedSchedule
 from hvpipe.schedule.program import Dataflow, Message, Needs, Program, Receive, Send, Step, needs_of, programs
 from hvpipe.schedule.schedule import Schedule
 
@@ -62,7 +63,7 @@ def verify(schedule: Schedule, dataflow: Dataflow | None = None, capacity: int =
     made = programs(schedule, needs)
     check_messages(schedule, needs, made)
     check_links(made, capacity)
-    stash = tuple(int(peak) for peak in peak_stash(schedule))
+    stash = tuple(CodedSchedule.of(schedule).peak_stash([1] * schedule.stages))
     return VerifiedSchedule(schedule, made, stash, tuple(map(_peak_inbox, made)))
 
 
@@ -222,28 +223,6 @@ class _Links:
                 )
             self.arrived.add(sent)
         return True
-
-
-def peak_stash(schedule: Schedule, stage_sizes: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Return the most activations that each rank holds at one time.
-
-    A micro-batch of a stage counts 1, or the stage's size in `stage_sizes`, from F until the whole backward
-    is done (B or W). I frees some memory, which is not counted.
-    """
-    sizes = [1.0] * schedule.stages if stage_sizes is None else stage_sizes
-    if len(sizes) != schedule.stages:
-        raise HvpipeError(
-            f"stage_sizes should have one for each of {schedule.stages} stages. Received: {len(sizes)} sizes"
-        )
-    change = {"F": 1, "B": -1, "I": 0, "W": -1}
-    peaks = []
-    for actions in schedule.actions:
-        held = peak = 0.0
-        for action in actions:
-            held += change[action.kind] * sizes[action.stage]
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 def _peak_inbox(program: Program) -> int:

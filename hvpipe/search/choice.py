@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast.data_parallel import forecast_data_parallel
@@ -94,7 +94,7 @@ def find(
         raise HvpipeError(f"mode should be one of {', '.join(MODES)}. Received: mode={wrong[0]!r}")
     pipelines = [mode for mode in modes if mode != "data"]
     if stages is not None and pipelines:
-        check_stages(profile, cluster, stages, choice.usual)
+        _first_with(stages, profile, cluster, choice)
     found: dict[str, Judged] = {}
     if pipelines:
         found = search(profile, cluster, choice, stages, pipelines, budget)
@@ -112,6 +112,21 @@ def find(
         else:
             results.append(_no_pipeline(profile, cluster, choice, stages))
     return sorted(results, key=lambda one: one.forecast.step_s if one.forecast else float("inf"))
+
+
+def _first_with(stages: int, profile: Profile, cluster: Cluster, choice: PipeliningChoice) -> Pipelining:
+    """Return the first schedule that may have so many stages; raise the HvpipeError of the usual one."""
+    refused: HvpipeError | None = None
+    for schedule, chunks in choice.schedules:
+        how = Pipelining(schedule, choice.microbatches, choice.fixed_recompute, chunks)
+        try:
+            check_stages(profile, cluster, stages, how)
+        except HvpipeError as error:
+            refused = refused or error
+        else:
+            return how
+    assert refused is not None
+    raise refused
 
 
 def candidate(
@@ -183,7 +198,7 @@ def plan_for_every_device(
         PlanError: If no such plan is found.
     """
     if stages is not None:
-        check_stages(profile, cluster, stages, choice.usual)
+        _first_with(stages, profile, cluster, choice)
     found = search(profile, cluster, choice, stages, every_device=True)
     if not found:
         refused = _no_pipeline(profile, cluster, choice, stages)
@@ -238,7 +253,8 @@ def _no_pipeline(
     profile: Profile, cluster: Cluster, choice: PipeliningChoice, stages: int | None
 ) -> Candidate:
     """Say what the pipeline with the most stages lacks; or return one that the search has missed."""
-    chunks = choice.usual.chunks
+    usual = choice.usual if stages is None else _first_with(stages, profile, cluster, choice)
+    chunks = usual.chunks
     most = min(len(cluster.devices), len(profile.layers) // chunks, choice.microbatches)
     if stages is None and most == 0:
         return Candidate(
@@ -248,7 +264,7 @@ def _no_pipeline(
             f"Received: layers={len(profile.layers)}, chunks={chunks}",
         )
     again = choice.recompute == "auto" or choice.fixed_recompute
-    how = Pipelining(choice.usual.schedule, choice.microbatches, again, chunks)
+    how = replace(usual, recompute=again)
     try:
         plan = partition(profile, cluster, most * chunks if stages is None else stages, how)
         return Candidate("pipeline", forecast(plan, profile, cluster).check_memory(cluster))

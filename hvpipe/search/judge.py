@@ -100,6 +100,8 @@ class Judge:
         """Return at least as many bytes as any layout with the usual chunks needs on a device."""
         spans, choice = Spans(self.profile), self.choice
         stashed = float(spans.saved_bytes[-1]) + self._most_chunks * float(spans.cut_bytes.max())
+        if any(tensor.users[-1] > tensor.maker + 1 for tensor in self.profile.tensors):  # see waiting_bytes
+            stashed += self._most_chunks * float((spans.cut_both_bytes - spans.cut_bytes).max())
         recomputed = float(spans.saved_bytes[-1])
         return float(spans.state_bytes[-1]) + choice.microbatches * stashed + recomputed
 

@@ -157,7 +157,8 @@ class Starts:
         """Return the numbers of devices, or groups of devices, to try."""
         most = min(devices, len(self._profile.layers) // chunks, self._most_groups)
         if self._stages is not None:
-            return [self._stages // chunks] if self._stages % chunks == 0 and self._stages >= chunks else []
+            count, rest = divmod(self._stages, chunks)
+            return [count] if rest == 0 and 1 <= count <= most else []
         if most <= _FEW:
             return list(range(1, most + 1))
         hosts = len(self._cluster.hosts)

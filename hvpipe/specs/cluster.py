@@ -412,13 +412,15 @@ def equal_cluster(
         The cluster; a device has the name of its host.
 
     Raises:
-        HvpipeError: If `count` is below 1, or a speed or the memory is not positive.
+        HvpipeError: If `count` is below 1, there are no speeds, or one or the memory is not positive.
 
     Example:
         ```python
         cluster = equal_cluster(4, Link(1e-4, 1.25e9), speeds=(1.0, 0.5))
         ```
     """
+    if not speeds:
+        raise HvpipeError("speeds should be at least one. Received: speeds=()")
     hosts = (
         Host(f"h{i}", (Device(f"h{i}", speeds[i % len(speeds)], memory_bytes),), link) for i in range(count)
     )

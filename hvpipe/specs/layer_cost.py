@@ -181,23 +181,24 @@ class LayerCost:
     def scaled_s(self, device_type: str, by: float) -> tuple[float, float]:
         """Return `time_s` of a type for `by` times the samples: all but the fixed parts changes."""
         forward_s, backward_s = self.time_s[device_type]
-        fixed_forward_s, fixed_backward_s = self.fixed_s(device_type)
+        fixed_forward_s, fixed_backward_s = fixed_s(self, device_type)
         return (
             fixed_forward_s + (forward_s - fixed_forward_s) * by,
             fixed_backward_s + (backward_s - fixed_backward_s) * by,
         )
 
-    def fixed_s(self, device_type: str) -> tuple[float, float]:
-        """Return the fixed parts of `time_s` of a type: as large a share of it as of the usual time."""
-        usual = (self.forward_s, self.fixed_forward_s), (self.backward_s, self.fixed_backward_s)
-        shares = [fixed_s / time_s if time_s > 0 else 0.0 for time_s, fixed_s in usual]
-        forward_s, backward_s = self.time_s[device_type]
-        return shares[0] * forward_s, shares[1] * backward_s
-
     @property
     def state_bytes(self) -> int:
         """Bytes of weights, their gradients and the optimizer's slots."""
         return 2 * self.weight_bytes + self.slot_bytes
+
+
+def fixed_s(layer: LayerCost, device_type: str) -> tuple[float, float]:
+    """Return the fixed parts of `time_s` of a type: as large a share of it as of the usual time."""
+    usual = (layer.forward_s, layer.fixed_forward_s), (layer.backward_s, layer.fixed_backward_s)
+    shares = [part_s / time_s if time_s > 0 else 0.0 for time_s, part_s in usual]
+    forward_s, backward_s = layer.time_s[device_type]
+    return shares[0] * forward_s, shares[1] * backward_s
 
 
 def _scaled(size_bytes: int | None, by: float) -> int | None:

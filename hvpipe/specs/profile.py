@@ -11,10 +11,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from hvpipe.config_file import Table, fingerprint, read_document, short, write_document
+from hvpipe.config_file import MOST, Table, fingerprint, read_document, short, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Cluster, Device
-from hvpipe.specs.layer_cost import LayerCost, SentTensor, layer_json, layer_of
+from hvpipe.specs.layer_cost import LayerCost, SentTensor, fixed_s, layer_json, layer_of
 from hvpipe.specs.pipedream import read_graph
 
 FORMAT, VERSION = "hvpipe-profile", 1
@@ -217,6 +217,10 @@ class Profile:
         return self._on[device_type]
 
     @cached_property
+    def _types(self) -> set[str]:
+        return {name for layer in self.layers for name in layer.time_s}
+
+    @cached_property
     def _on(self) -> dict[str, Profile]:
         return {"": self}
 
@@ -229,7 +233,7 @@ class Profile:
                 layers.append(layer)
                 continue
             forward_s, backward_s = layer.time_s[device_type]
-            fixed_forward_s, fixed_backward_s = layer.fixed_s(device_type)
+            fixed_forward_s, fixed_backward_s = fixed_s(layer, device_type)
             layers.append(
                 replace(
                     layer,
@@ -244,16 +248,24 @@ class Profile:
     def speed(self, device: Device, places: Sequence[int] | None = None) -> float:
         """Return how fast a device runs consecutive layers; a device of speed 1 without a type has 1.
 
+        If the layers take no time there, it is a million times as fast. If they take none without a type,
+        speeds are relative to the slowest type.
+
         Args:
             device: The device.
             places: The indices of the layers; None for the whole model.
         """
-        there = self.on(device.type)
-        if there is self:
-            return device.speed
         start, end = (0, len(self.layers)) if places is None else (places[0], places[-1] + 1)
-        usual_s, there_s = (of._compute_until_s[end] - of._compute_until_s[start] for of in (self, there))
-        return device.speed * (usual_s / there_s if usual_s > 0 and there_s > 0 else 1.0)
+
+        def seconds(device_type: str) -> float:
+            until_s = self.on(device_type)._compute_until_s
+            return until_s[end] - until_s[start]
+
+        usual_s = seconds("") or max(map(seconds, self._types), default=0.0)
+        there_s = seconds(device.type)
+        if there_s == usual_s:
+            return device.speed
+        return device.speed * (usual_s / max(there_s, usual_s * 1e-6))
 
     def levelled(self, cluster: Cluster) -> Cluster:
         """Return the cluster with devices of no type, as fast as they run the whole model."""
@@ -295,9 +307,16 @@ class Profile:
         Returns:
             A profile of the same layers.
         """
-        by = batch_size / self.batch_size
-        layers = tuple(layer.scaled(by) for layer in self.layers)
-        return replace(self, layers=layers, batch_size=batch_size)
+        if batch_size not in self._scaled:
+            by = batch_size / self.batch_size
+            layers = tuple(layer.scaled(by) for layer in self.layers)
+            self._scaled.clear()  # hundreds of forecasts may follow for the same size
+            self._scaled[batch_size] = replace(self, layers=layers, batch_size=batch_size)
+        return self._scaled[batch_size]
+
+    @cached_property
+    def _scaled(self) -> dict[int, Profile]:
+        return {}
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as a JSON object."""
@@ -383,13 +402,18 @@ def read_pipedream(
         The profile, named after the file.
 
     Raises:
-        HvpipeError: If the file cannot be read, or a line is neither a layer nor an edge.
+        HvpipeError: If the file cannot be read, a line is neither a layer nor an edge, or `slots_per_weight`
+            is out of range.
 
     Example:
         ```python
         profile = read_pipedream("tests/data/profiles/gnmt.txt", batch_size=64)
         ```
     """
+    if not 0 <= slots_per_weight <= MOST:
+        raise HvpipeError(
+            f"slots_per_weight should be a number from 0. Received: slots_per_weight={slots_per_weight}"
+        )
     source = Path(path)
     layers, edges = read_graph(source, slots_per_weight)
     try:

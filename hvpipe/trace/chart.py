@@ -44,7 +44,10 @@ def draw_timeline(trace: Trace, path: str | os.PathLike[str], title: str) -> Non
 
 def draw_timelines(traces: Mapping[str, Trace], path: str | os.PathLike[str]) -> None:
     """Draw several timelines by title, one below the other, with the same time scale."""
-    events = {title: _visible(trace) for title, trace in traces.items()}
+    events = {
+        title: [event for event in trace.events if event.category != "wait"]
+        for title, trace in traces.items()
+    }
     if not events or not all(events.values()):
         raise HvpipeError("A picture needs a trace with events. Received: none")
     rows = [len({event.rank for event in one}) for one in events.values()]
@@ -58,9 +61,12 @@ def draw_timelines(traces: Mapping[str, Trace], path: str | os.PathLike[str]) ->
     panels[-1].set_xlabel("seconds")
     from matplotlib.patches import Patch
 
-    seen = {_kind(event) for one in events.values() for event in one}
+    seen = {_kind(event) for one in events.values() for event in one if event.duration_s > 0}
     patches = [Patch(color=colour, label=name) for kind, (colour, name) in _KINDS.items() if kind in seen]
-    figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8, frameon=False)
+    if patches:
+        figure.legend(
+            handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8, frameon=False
+        )
     _save(figure, path)
 
 
@@ -74,14 +80,19 @@ def draw_utilization(shares: Sequence[float], path: str | os.PathLike[str], titl
     _save(figure, path)
 
 
-def _figure(size: tuple[float, float]) -> Any:
+def figure_class() -> Any:
+    """Return matplotlib's figures; raise HvpipeError if it is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise HvpipeError(
             "A PNG needs matplotlib: pip install 'hvpipe[plot]'. Received: it is not installed"
         ) from error
-    return Figure(figsize=size, dpi=130, layout="constrained")
+    return Figure
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    return figure_class()(figsize=size, dpi=130, layout="constrained")
 
 
 def _save(figure: Any, path: str | os.PathLike[str]) -> None:
@@ -91,14 +102,12 @@ def _save(figure: Any, path: str | os.PathLike[str]) -> None:
         raise HvpipeError(f"The PNG should go to a file that can be written. Received: {error}") from error
 
 
-def _visible(trace: Trace) -> list[Event]:
-    return [event for event in trace.events if event.category != "wait" and event.end_s > event.start_s]
-
-
 def _draw_rows(axes: Any, events: list[Event], devices: list[str], end_s: float) -> None:
     """Draw a row for each rank of one trace."""
     ranks = sorted({event.rank for event in events})
     for event in events:
+        if event.duration_s <= 0:
+            continue
         row = ranks.index(event.rank)
         computes = event.lane == "compute"
         low, height = (row - 0.36, 0.5) if computes else (row + 0.16, 0.18)
@@ -115,7 +124,7 @@ def _draw_rows(axes: Any, events: list[Event], devices: list[str], end_s: float)
             axes.text(middle_s, low + height / 2, label, ha="center", va="center", fontsize=7, color="white")
     axes.set_yticks(range(len(ranks)), [_row_name(rank, devices) for rank in ranks])
     axes.set_ylim(len(ranks) - 0.45, -0.55)
-    axes.set_xlim(0, end_s)
+    axes.set_xlim(0, end_s or 1)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -75,11 +75,6 @@ class Utilization:
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values by field name."""
         return asdict(self)
-
-    @staticmethod
-    def from_json(document: Mapping[str, Any]) -> Utilization:
-        """Return the utilization that `to_json` made."""
-        return Utilization(**document)
 
 
 def summarise_samples(

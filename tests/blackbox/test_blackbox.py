@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import socket
 import struct
+import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +204,57 @@ def test_missing_ranks_and_other_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert "1 of 3 ranks left a record" in told
     assert "There is no record of ranks 0, 2" in told
     assert "rank-2.flight should be a flight recorder's file. Received: 14 other bytes" in told
+
+
+def _recorded_here(began_s: float, pid: int | None = None, rank: int = 0) -> bytes:
+    """The bytes of a recorder of this host, by default of this process, that has not ended."""
+    head = struct.pack(
+        "<8s3I3i6dQQQiI64s2048s",
+        *(b"HVPFLGHT", 1, 1000, 128, rank, 2, os.getpid() if pid is None else pid),
+        *(began_s, 0.0, 0.2, 0.0, 0.0, 0.0, 3, 8, 99, 0, 1, socket.gethostname().encode(), b""),
+    )
+    return head.ljust(4096 + 1000 * 128, b"\0")
+
+
+def test_a_running_job_has_not_been_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: "All ranks were killed within a second", as no rank had said that it ended."""
+    for start in ("20260101-000000-aaaa", "20260102-000000-bbbb", "20260103-000000-cccc"):
+        (tmp_path / start).mkdir()
+        for rank in range(2):
+            (tmp_path / start / f"rank-{rank}.flight").write_bytes(_recorded_here(time.time(), rank=rank))
+    (tmp_path / "20260101-000000-aaaa" / "rank-0.flight").write_bytes(recorded())
+    (tmp_path / "20260101-000000-aaaa" / "rank-1.flight").write_bytes(recorded(1))
+    assert cli.main(["blackbox", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "What happened: nothing yet: ranks 0, 1 still run." in told
+    assert f"The newest start that has ended: hvpipe blackbox {tmp_path}/20260101-000000-aaaa\n" in told
+    assert "8 steps; still runs, its last sign of life at" in told
+    assert cli.main(["blackbox", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "nothing yet: ranks 0, 1 still run."
+    assert found["ended_start"] == f"{tmp_path}/20260101-000000-aaaa"
+    assert [rank["running"] for rank in found["ranks"]] == [True, True]
+
+
+def test_one_rank_of_a_running_job_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.flight").write_bytes(_recorded_here(time.time()))
+    (tmp_path / "rank-1.flight").write_bytes(recorded(1))
+    told = to_text(read_records(tmp_path))
+    assert "Rank 1 on h0 (pid 4242) ended first after 8 steps" in told
+    assert "by ValueError: a bug. Rank 0 still runs." in told
+
+
+def test_the_process_of_a_rank_is_gone(tmp_path: Path) -> None:
+    """Also if another process has its number now."""
+    for recorder in (_recorded_here(1.7e9), _recorded_here(time.time(), 2**30)):
+        (tmp_path / "rank-0.flight").write_bytes(recorder)
+        assert read_records(tmp_path).running == frozenset()
+
+
+def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
+    """Regression: OSError."""
+    with pytest.raises(HvpipeError, match="Received: no folder"):
+        read_records(tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize("name", ["", "nothing"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from hvpipe import cli
 from hvpipe.commands import plan_request
 from hvpipe.commands.plan import in_flags
-from hvpipe.commands.plan_report import to_text
+from hvpipe.commands.plan_report import to_json, to_text
 from hvpipe.commands.plan_request import (
     METHODS,
     PlanRequest,
@@ -23,6 +25,7 @@ from hvpipe.commands.plan_request import (
     best_microbatches,
     counts_to_try,
     make_plan,
+    of_microbatch,
     read_profile,
 )
 from hvpipe.errors import HvpipeError, PlanError
@@ -377,17 +380,30 @@ def test_recompute_in_some_stages(cluster: str, capsys: pytest.CaptureFixture[st
 
 
 def test_a_profile_is_scaled_to_the_micro_batch(tmp_path: Path) -> None:
-    assert read_profile(GNMT, 4).batch_size == 1
-    assert read_profile(GNMT, 4, None, 64).batch_size == 64
+    assert read_profile(GNMT).batch_size == 1
+    whole = read_profile(GNMT, 64)
+    assert of_microbatch(whole, 4, None) == whole
+    assert whole.batch_size == 64
     # 30 samples in 4 micro-batches: 8, 8, 7 and 7. The profile is for the largest.
-    profile = read_profile(GNMT, 4, 30, 64)
+    profile = of_microbatch(whole, 4, 30)
     assert profile.batch_size == 8
-    assert profile.compute_s == pytest.approx(read_profile(GNMT, 4).compute_s / 8)
+    assert profile.compute_s == pytest.approx(whole.compute_s / 8)
     chain(1, 2).write(tmp_path / "p.json")
     with pytest.raises(HvpipeError, match=r"graph-batch-size is for a PipeDream graph"):
-        read_profile(str(tmp_path / "p.json"), 4, None, 64)
+        read_profile(str(tmp_path / "p.json"), 64)
     with pytest.raises(HvpipeError, match="batch_size=3, microbatches=4"):
-        read_profile(GNMT, 4, 3)
+        of_microbatch(whole, 4, 3)
+
+
+def test_a_profile_from_a_pipe(cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: it was read anew for each number of micro-batches, and was empty then."""
+    chain(1, 2).write(tmp_path / "p.json")
+    source, end = os.pipe()
+    with open(end, "wb") as file:
+        file.write((tmp_path / "p.json").read_bytes())
+    asked = (f"/dev/fd/{source}", "--cluster", cluster, "--batch-size", "4", "--no-baselines")
+    assert "2 layers" in printed(capsys, *asked)
+    os.close(source)
 
 
 @pytest.mark.parametrize(("fixed", "microbatches"), [(0.0, 64), (0.02, 8), (1.0, 1)])
@@ -577,6 +593,51 @@ def test_a_large_plan_is_summarised() -> None:
     assert "the drawing" not in text
     assert "... 23 more" in text or "... 24 more" in text
     assert "The timeline is left out: 40 devices." in text
+
+
+def test_a_timeline_of_many_actions_is_left_out() -> None:
+    """Regression: the reason was 2 devices."""
+    profile, how = chain(1, 1), Pipelining("1f1b", 16_000)
+    result = make_plan(PlanRequest(profile, equal_cluster(2), how, 2, method="even"), with_baselines=False)
+    assert "The timeline is left out: 64,000 actions." in to_text(result, lambda one: "the drawing\n")
+
+
+def test_why_a_baseline_is_missing() -> None:
+    """Regression: it lacked memory, whatever the reason."""
+    how = PipeliningChoice(microbatches=4, recompute=(5,))
+    result = make_plan(PlanRequest(chain(*[1] * 12), equal_cluster(12), how, mode="pipeline"), budget=10**6)
+    assert result.baselines["even"] is None
+    says = "recompute should name stages from 0 to 3. Received: recompute=(5,)"
+    assert re.search(rf"\neven +{re.escape(says)}\n", to_text(result, lambda one: ""))
+    assert in_flags(says).endswith("from 0 to 3. Received: --recompute-stages 5")
+    assert to_json(result)["refused"]["even"] == says
+
+
+def test_a_model_of_many_layers_has_quick_baselines() -> None:
+    """Regression: random ones took minutes."""
+    request = PlanRequest(chain(*[1] * 1001), equal_cluster(2), Pipelining("1f1b", 4), 2, method="even")
+    assert set(make_plan(request).baselines) == {"pipedream", "m_topo"}
+
+
+def test_a_failing_command_leaves_files_as_they_are(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the plan was written first, and matplotlib was missed after the search."""
+    kept = tmp_path / "plan.json"
+    kept.write_text("mine")
+    asked = (GNMT, "--cluster", cluster, "--no-baselines", "-o", str(kept))
+    assert "Only a pipeline has cuts" in refusal(capsys, *asked, "--method", "round_robin", "--explain")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(plan_request, "find", None)
+    assert "needs matplotlib" in refusal(capsys, *asked, "--png", str(tmp_path / "step.png"))
+    assert kept.read_text() == "mine"
+
+
+def test_any_schedule_may_have_the_stages_asked_for() -> None:
+    """Regression: only 1f1b was asked, and refused."""
+    found = make_plan(PlanRequest(chain(*[1] * 8), equal_cluster(4), PipeliningChoice(), stages=8))
+    how = found.chosen.plan.pipelining
+    assert (how.schedule, how.chunks, len(found.chosen.plan.stages)) == ("interleaved", 2, 8)
 
 
 @pytest.mark.parametrize(("microbatches", "drawn"), [(8, "draw_timeline"), (300, "draw_utilization")])

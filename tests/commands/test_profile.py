@@ -86,6 +86,8 @@ def test_a_time_limit_in_the_environment_is_kept(
         ([":small"], "Received: ':small'"),
         (["nets.py:two words"], "Received: 'nets.py:two words'"),
         (["absent.py:small"], "absent.py should be a file. Received: 'absent.py:small'"),
+        ([f"{'x' * 300}.py:small"], "should be a file. Received: "),
+        (["nets.py:small", "-o", "x.json", "--cluster", "./x.json"], "Received: --output x.json"),
         (["nets.py:small", "--microbatch", "0"], "Received: --microbatch 0"),
         (["nets.py:small", "--repeats", "0"], "Received: --repeats 0"),
         (["nets.py:small", "-o", "absent/p.json"], "Received: --output 'absent/p.json'"),

@@ -110,9 +110,10 @@ def test_no_job_is_exit_code_1(root: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"Received: none in {root}" in message
 
 
-def test_a_bad_interval(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["top", "--interval", "0"]) == 1
-    assert "Received: --interval 0" in capsys.readouterr().err
+@pytest.mark.parametrize("interval", ["0", "nan", "1e+10"])
+def test_a_bad_interval(interval: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "--interval", interval]) == 1
+    assert f"Received: --interval {interval}" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from hvpipe.plan.baselines import BASELINES, baseline
 from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.placement_cost import fits_memory
 from hvpipe.plan.stage_plan import Plan
-from hvpipe.schedule.verify import peak_stash, verify
+from hvpipe.schedule.verify import verify
 from hvpipe.search.choice import choose
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
@@ -70,6 +71,40 @@ def test_gradients_of_another_size_and_tensors_of_some_users() -> None:
     assert one.step_s == pytest.approx(1 + 4 + 3 + 1 + 2)
     assert one.memory_bytes[1] == 4
     assert plan.one_batch_s == pytest.approx(1 + 4 + 3 + 1 + 2)
+
+
+def test_a_gradient_that_does_not_travel_is_no_part_of_the_lower_bound() -> None:
+    """Regression: it counted with the bytes of its tensor, and the bound exceeded the step."""
+    profile = chain(3, 3, output_bytes=100)
+    profile = replace(profile, layers=tuple(replace(one, gradient_bytes=0) for one in profile.layers))
+    cluster = equal_cluster(2, Link(0, 1.0))
+    plan = Plan.of(profile, cluster, [(("h0",), [0]), (("h1",), [1])], Pipelining("1f1b", 1), "")
+    bound_s = lower_bound_s(schedule_of(plan), costs_of(plan, profile, cluster), dataflow_of(plan, profile))
+    assert bound_s == pytest.approx(forecast(plan, profile, cluster).step_s) == 106
+
+
+@pytest.mark.parametrize(
+    ("pipelining", "sizes_bytes"),
+    [
+        # Stages hold 4, 3, 2, 1 micro-batches. 10 bytes from a wait at d for 3 more, and 4 from d at a.
+        (Pipelining("1f1b", 8), (4 * 100 + 3 * 4, 3 * (10 + 100), 2 * (10 + 100), 10 + 10 + 100 + 3 * 10)),
+        (Pipelining("1f1b", 8, recompute=True), (100 + 12, 30 + 100, 20 + 100, 10 + 10 + 100 + 30)),
+        # All hold all: nothing waits beside that.
+        (Pipelining("gpipe", 8), (800, 880, 880, 960)),
+    ],
+)
+def test_tensors_that_skip_stages_wait(pipelining: Pipelining, sizes_bytes: tuple[int, ...]) -> None:
+    """Regression: only those of the user's micro-batches in flight counted, and no gradients."""
+    profile = chain(*[3] * 4, output_bytes=10, saved_bytes=100)
+    layers = (replace(profile.layers[0], gradient_bytes=4), *profile.layers[1:])
+    profile = replace(profile, layers=layers, edges=(*profile.edges, (0, 3)))
+    cluster = equal_cluster(4)
+    plan = Plan.of(profile, cluster, [((f"h{i}",), [i]) for i in range(4)], pipelining, "")
+    assert forecast(plan, profile, cluster).memory_bytes == sizes_bytes
+    assert tuple(plan.memory_bytes.values()) == sizes_bytes
+    for less, fits in ((0, True), (1, False)):
+        cluster = equal_cluster(4, memory_bytes=max(sizes_bytes) - less)
+        assert fits_memory(profile, cluster, plan.placement(profile), pipelining) == fits
 
 
 def test_one_stage_alone_can_recompute() -> None:
@@ -356,7 +391,7 @@ def test_micro_batches_in_flight_bound_the_stash_of_interleaved(ranks: int, chun
     profile, cluster = chain(*[1.0] * ranks * chunks), equal_cluster(ranks)
     plan = partition(profile, cluster, ranks * chunks, how)
     schedule = schedule_of(plan)
-    for rank, stash in enumerate(peak_stash(schedule)):
+    for rank, stash in enumerate(verify(schedule).peak_stash):
         flying = [how.in_flight(stage, (1,) * ranks * chunks) for stage in schedule.stages_of(rank)]
         assert stash <= sum(flying) < stash + chunks
 
@@ -416,6 +451,8 @@ def test_layer_times_by_type_of_device() -> None:
     assert Cluster.from_json(cluster.to_json()) == cluster
     assert profile.at_batch(2).layers[0].time_s == {"cpu": pytest.approx((4 / 3, 8 / 3))}
     # For the whole model the GPU takes 6 s and the CPU 14 s, so they get 7 and 3 of 10 samples.
+    with pytest.raises(PlanError, match="names should have at least one device"):
+        forecast_data_parallel(profile, cluster, Pipelining(microbatches=10), names=[])
     whole = forecast_data_parallel(profile, cluster, Pipelining(microbatches=10))
     assert whole.plan.stages[0].shares == (7, 3)
     assert whole.busy_s == pytest.approx((7 * 6, 3 * 14))

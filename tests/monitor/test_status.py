@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from dataclasses import replace
@@ -44,6 +45,33 @@ def test_ranks_of_other_hosts_are_in_one_file_and_the_newest_status_counts(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
+def test_hosts_of_a_shared_folder_have_other_clocks(ahead_s: float, tmp_path: Path) -> None:
+    """Regression: ranks of a host whose clock was behind were gone, and others never fell silent."""
+    there_s = time.time() + ahead_s
+    folder = StatusFolder(str(tmp_path), "a-1", 0)
+    there = replace(NOW, at_s=there_s, began_s=there_s - 60)
+    folder.write(there)
+    StatusFolder(str(tmp_path), "a-1", 1).write(replace(there, rank=1, at_s=there_s + 3600))
+    folder.write_others([replace(there, rank=2, at_s=there_s - 10)])
+    (job,) = read_jobs(tmp_path)
+    assert [time.time() - one.at_s for one in job.ranks] == pytest.approx([0, 0, 10], abs=5)
+    assert time.time() - job.began_s == pytest.approx(60, abs=5)
+    for path in tmp_path.rglob("*.json"):
+        os.utime(path, (time.time() - status_files.GONE_S - 5,) * 2)
+    assert read_jobs(tmp_path) == []
+
+
+def test_a_folder_that_only_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    StatusFolder(str(tmp_path), "a-1", 0).write(replace(NOW, at_s=time.time()))
+
+    def refused(**_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(status_files.tempfile, "TemporaryFile", refused)
+    assert len(read_jobs(tmp_path)) == 1
+
+
 def test_the_newest_job_is_first(tmp_path: Path) -> None:
     for name, began_s in (("old", 1.0), ("new", 2.0)):
         StatusFolder(str(tmp_path), name, 0).write(replace(NOW, job=name, began_s=began_s))
@@ -59,7 +87,11 @@ def test_text_cannot_command_a_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[1]", "null", json.dumps({**NOW.to_json(), "rank": "0"}), json.dumps({"rank": 0}), '{"x": 1}'],
+    [
+        *("", "{", "[1]", "null", '{"x": 1}', json.dumps({"rank": 0})),
+        *(json.dumps({**NOW.to_json(), **odd}) for odd in ({"rank": "0"}, {"began_s": math.nan})),
+        json.dumps({**NOW.to_json(), "at_s": 10**400}),
+    ],
 )
 def test_files_that_no_rank_wrote_are_skipped(text: str, tmp_path: Path) -> None:
     StatusFolder(str(tmp_path), "a-1", 0).write(NOW)
@@ -73,6 +105,8 @@ def test_files_of_a_killed_job_are_removed_and_nothing_else(tmp_path: Path) -> N
     old = [tmp_path / f"{JOB_PREFIX}killed" / "rank-0.json", tmp_path / "photos" / "rank-0.json"]
     old[1].parent.mkdir()
     old[1].write_text("mine")
+    old.append(old[0].with_name(".rank-1.json.123.partial"))  # killed while it wrote
+    old[2].touch()
     for path in old:
         os.utime(path, (1.0, 1.0))
     StatusFolder(str(tmp_path), "next", 0).write(NOW)

@@ -34,11 +34,6 @@ def test_shares_are_averaged_and_memory_peaks() -> None:
     assert summarise_samples([]) == Utilization(None, None, None, None, None, 0)
 
 
-def test_json_round_trip() -> None:
-    summary = summarise_samples([IDLE, BUSY])
-    assert Utilization.from_json(summary.to_json()) == summary
-
-
 def test_the_sampler_runs_until_stopped() -> None:
     started_s = time.monotonic()
     with Sampler(3, SamplerOptions(period_s=0.02)) as sampler:

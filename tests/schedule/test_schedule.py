@@ -223,6 +223,7 @@ def test_a_name_of_several_words() -> None:
         ("F0 B0\nF0 G0", r"plan.txt, line 2: an action should read F0.*Received: 'G0'"),
         ("1f1b:\n\nF0 b0", r"plan.txt, line 3: .*Received: 'b0'"),
         ("F0 F B0", r"line 1: .*Received: 'F'"),
+        (f"F{'0' * 5000}", r"line 1: .*Received: 'F00"),
         ("F0 B-1", r"line 1: .*Received: 'B-1'"),
         ("F0 B0\n1f1b:", r"line 2: .*Received: '1f1b:'"),
         ("", "a line for each rank. Received: plan.txt: none"),

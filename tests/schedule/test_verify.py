@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule.action import Action
+from hvpipe.schedule.coded import CodedSchedule
 from hvpipe.schedule.program import Dataflow, Message, Program, Receive, Send, needs_of, programs
 from hvpipe.schedule.schedule import NAMES, Schedule, make_schedule
-from hvpipe.schedule.verify import check_links, check_messages, peak_stash, verify
+from hvpipe.schedule.verify import check_links, check_messages, verify
 
 quickly = settings(max_examples=40)
 
@@ -161,9 +162,7 @@ def test_peak_stash_of_interleaved(p: int, more: int, v: int) -> None:
 
 
 def test_peak_stash_by_size() -> None:
-    assert peak_stash(make_schedule("1f1b", 3, 4), [100.0, 10.0, 1.0]) == (300.0, 20.0, 1.0)
-    with pytest.raises(HvpipeError, match=r"of 3 stages. Received: 2 sizes"):
-        peak_stash(make_schedule("1f1b", 3, 4), [1.0, 2.0])
+    assert CodedSchedule.of(make_schedule("1f1b", 3, 4)).peak_stash([100, 10, 1]) == [300, 20, 1]
 
 
 @quickly

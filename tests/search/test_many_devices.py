@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.placement_cost import stage_costs
 from hvpipe.search.judge import Judge
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.search.search import BUDGET, search
@@ -56,6 +57,7 @@ def test_many_devices_need_not_all_be_used() -> None:
 @pytest.mark.parametrize("counts", [(1, 1, 1), (3, 1, 2), (2, 4, 1), (4, 4)])
 def test_memory_of_equal_replicas_is_exact_without_a_schedule(schedule: str, counts: tuple[int, ...]) -> None:
     profile = chain(*[3] * 4, output_bytes=10, saved_bytes=100, weight_bytes=1000)
+    profile = replace(profile, edges=(*profile.edges, (0, 2), (0, 3), (1, 3)))
     judge = Judge(profile, equal_cluster(8), PipeliningChoice(microbatches=9), 10**6)
     ends = [*accumulate(counts)]
     spans = list(pairwise((0, *ends)))
@@ -67,3 +69,5 @@ def test_memory_of_equal_replicas_is_exact_without_a_schedule(schedule: str, cou
         sizes = judge.model.memory_bytes(placement, how)
         of_stages = [max(sizes[first:end]) for first, end in spans]
         assert judge.model.most_memory_bytes(placement, how) == of_stages
+        costs = stage_costs(profile, judge.cluster, placement, how)
+        assert [cost.memory_bytes for cost in costs] == of_stages

@@ -122,7 +122,9 @@ def test_quick_answers_of_the_judge_are_those_of_all_pairs_and_of_the_schedule(d
         devices = tuple(Device(f"h{number}:{i}", speed) for i, speed in enumerate(speeds))
         hosts.append(Host(f"h{number}", devices, link, inner, data.draw(st.sampled_from(("", "r0", "r1")))))
     cluster = Cluster(tuple(hosts), racks=racks)
-    judge = Judge(random_case(1, 6, 2).profile, cluster, PipeliningChoice(microbatches=8), 10**6)
+    profile = random_case(1, 6, 2).profile
+    profile = replace(profile, edges=tuple(sorted({*profile.edges, (0, 3), (1, 5)})))  # skips of stages
+    judge = Judge(profile, cluster, PipeliningChoice(microbatches=8), 10**6)
     names = data.draw(st.permutations([device.name for device in cluster.devices]))
     middle = data.draw(st.integers(1, len(names) - 1))
     for ones, others in ((names[:middle], names[middle:]), (names, names)):
@@ -139,6 +141,18 @@ def test_quick_answers_of_the_judge_are_those_of_all_pairs_and_of_the_schedule(d
     ranks = [stage for stage, (group, _) in enumerate(placement) for _ in group]
     exact = judge.model.memory_bytes(placement, how)
     assert all(bytes_ <= most[stage] for stage, bytes_ in zip(ranks, exact, strict=True))
+
+
+def test_speed_on_layers_that_take_no_time_without_a_type() -> None:
+    """Regression: times of types counted only beside usual times, and all devices seemed equal."""
+    times_s = {"x": (1.0, 2.0), "y": (2.0, 4.0), "free": (0.0, 0.0)}
+    layer = replace(chain(0).layers[0], time_s=times_s)
+    profile = replace(chain(0), layers=(layer,))
+    speeds = {name: profile.speed(Device("h", 2.0, type=name)) for name in ("", *times_s)}
+    assert speeds == {"": 2e6, "x": 4.0, "y": 2.0, "free": 2e6}
+    usual = replace(profile, layers=(replace(layer, forward_s=6.0),))
+    assert [usual.speed(Device("h", type=name)) for name in ("", "x", "free")] == pytest.approx([1, 2, 1e6])
+    assert chain(0).speed(Device("h", 2.0, type="x")) == 2.0
 
 
 def test_replicas_share_by_their_speed_for_their_stage() -> None:

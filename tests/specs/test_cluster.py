@@ -31,6 +31,8 @@ def test_the_slower_link_bounds_a_path_between_hosts() -> None:
     assert TWO_HOSTS.link("g0", "g0") == Link()
     assert TWO_HOSTS.common_link is None
     assert equal_cluster(3, FAST).common_link == FAST
+    with pytest.raises(HvpipeError, match="speeds should be at least one"):
+        equal_cluster(2, speeds=())
 
 
 def test_a_measured_link_takes_precedence() -> None:
@@ -98,6 +100,7 @@ def test_toml(tmp_path: Path) -> None:
         ("[[host]\n", r"c\.toml should be TOML\. .*line 1"),
         ("", r"c\.toml: host should be a list of objects\. Received: no such field"),
         ("host = []", "at least one device"),
+        (f'[[host]]\nname = "h"\ncount = 0x{"f" * 4000}', "Received: count=a number of too many digits"),
         ('[[host]]\nname = "h"\nsped = 2', r"host\[0\] should have only .*'sped'"),
         ('[[host]]\nname = "h"\n[[host]]\nname = "h"', "Names of devices should differ. Received: 'h' twice"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_pipedream_lines(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         (layer,) = read_pipedream(path, slots_per_weight=2).layers
         assert layer == LayerCost("node1", 0.0015, 0.002, 3, 6, 8, 8)
+
+
+@pytest.mark.parametrize("slots", [math.nan, math.inf, -1])
+def test_slots_out_of_range(slots: float) -> None:
+    with pytest.raises(HvpipeError, match="slots_per_weight should be a number from 0"):
+        read_pipedream("g.txt", slots_per_weight=slots)
 
 
 def test_a_superscript_is_no_number(tmp_path: Path) -> None:

@@ -43,6 +43,14 @@ def test_a_data_parallel_step(tmp_path: Path) -> None:
     assert {(72, 120, 168), (106, 165, 106), (192, 108, 91)} <= colours_in(tmp_path / "step.png")
 
 
+def test_a_step_that_takes_no_time(tmp_path: Path) -> None:
+    """Regression: it counted as a trace without events."""
+    pytest.importorskip("matplotlib")
+    trace = simulate(make_schedule("1f1b", 2, 2), [StageTimes(0, 0)] * 2).trace
+    draw_timeline(trace, tmp_path / "step.png", "nothing to do")
+    assert colours_in(tmp_path / "step.png")
+
+
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     trace = simulate(make_schedule("1f1b", 1, 1), [StageTimes(1, 1)]).trace
