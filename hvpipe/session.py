@@ -191,13 +191,13 @@ class Session:
                 native.set_default(self.engine.core)
                 keep_record(self.engine.core)
                 self.named_calls()
-                if self.settings.trace_path or self.settings.utilization_path:
-                    self.clock_reading = self.read_clock()  # rank 0 may be another one
+                lost = tuple(before.missing_in(self.world))
+                if 0 in lost and (self.settings.trace_path or self.settings.utilization_path):
+                    self.clock_reading = self.read_clock()  # of another rank 0
             except HvpipeError:
                 if not self.has_lost_ranks():
                     raise
                 continue  # another rank was lost meanwhile
-            lost = tuple(before.missing_in(self.world))
             return Resize(before.size, self.world.size, before.rank, self.world.rank, lost)
 
     def _loses(self) -> bool:

@@ -44,7 +44,7 @@ DeviceReduce ReduceOf(DeviceBuffer& buffer, DType dtype, int tag);
 // 2023).
 class DeviceReducer {
  public:
-  // Enqueues work on the stream of all collectives.
+  // Enqueues work on a stream: usually that of all collectives.
   using Enqueue = std::function<void(Device::Stream stream)>;
 
   DeviceReducer(RankDevice& device, AllReduceRoute& route) : device_(device), route_(route) {}

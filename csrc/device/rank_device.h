@@ -62,6 +62,7 @@ class RankDevice {
   OrderQueue order;   // all ranks hand collectives to the device in this order
 
   // Messages have streams of their own, so that collectives do not delay them, nor downloads delay uploads.
+  // All uploads share one.
   OwnedHandle message_stream, download_stream, upload_stream;
   bool message_under_way = false;  // by NCCL: at most one. Driving thread only.
   MemoryPool device_pool, host_pool;

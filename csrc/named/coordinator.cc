@@ -292,12 +292,12 @@ std::string Coordinator::Missing(const Key& key, const Pending& pending) const {
   return text.str();
 }
 
-std::vector<Coordinator::Outgoing> Coordinator::Expired(double now_s) {
+std::vector<Coordinator::Outgoing> Coordinator::Expired(const std::function<double(int set)>& clock_of) {
   std::vector<Outgoing> out;
   for (auto at = pending_.begin(); at != pending_.end();) {
     // A rank that has joined waits as long as the others train.
     const bool joins = at->second.requests.begin()->second.kind == Kind::kJoin;
-    if (joins || now_s - at->second.since_s < timeout_s_) {
+    if (joins || clock_of(at->first.first) - at->second.since_s < timeout_s_) {
       ++at;
       continue;
     }

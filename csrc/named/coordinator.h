@@ -1,6 +1,7 @@
 // Rank 0's book of calls: finds the ones that all ranks have made, and the ones on which ranks disagree.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -31,7 +32,7 @@ class Coordinator {
   // A rank has made a call. Returns what to tell the ranks, in order.
   std::vector<Outgoing> OnRequest(int rank, Request request, double now_s);
   // Responses for calls that have waited too long.
-  std::vector<Outgoing> Expired(double now_s);
+  std::vector<Outgoing> Expired(const std::function<double(int set)>& clock_of);
   // Whether every rank has left.
   bool all_left() const { return static_cast<int>(left_.size()) == ranks_; }
   // The ranks that a call waits for; empty if there is no such call.

@@ -41,14 +41,14 @@ double BytesOf(const Response& response, const Call* call, int ranks) {
   bytes *= ranks;
   const bool ragged = response.kind == Kind::kAllgather || response.kind == Kind::kAlltoall;
   if (!ragged || request.tensors.empty()) return bytes;
-  double received = 0;
+  double received = 0;  // by this rank; in an allgather that is all
   const std::size_t rows_of_each = response.extents.size() / request.tensors.size();
   for (std::size_t i = 0; i < response.extents.size(); ++i) {
     const TensorSpec& tensor = request.tensors[i / std::max<std::size_t>(rows_of_each, 1)];
     received += static_cast<double>(response.extents[i]) * static_cast<double>(tensor.row_elements()) *
                 static_cast<double>(SizeOf(tensor.type));
   }
-  return std::max(bytes, received * ranks);
+  return std::max(bytes, response.kind == Kind::kAllgather ? received : received * ranks);
 }
 
 std::vector<int> UpTo(int size) {
@@ -179,7 +179,7 @@ void NamedCalls::LookAtWaits(double now_s) {
   if (links_) TakeLost(links_->Lost());
   for (const auto& [key, each] : under_way_) {
     const Request& request = each.call.request;
-    const double waited_s = now_s - each.since_s - (collectives_s_ - each.collectives_s);
+    const double waited_s = ClockOf(request.set) - each.clock_s;
     if (request.kind == Kind::kJoin || waited_s < timeout_s_ + kGraceS) continue;
     throw CallError{Problem::kDeadline,
                     "Rank 0 should answer " + request.Described() + " named " + request.name + " within " +
@@ -196,7 +196,7 @@ void NamedCalls::TakeLost(const std::vector<int>& ranks) {
     if (coordinator_) {
       Request leaves;
       leaves.kind = Kind::kLeave;
-      Coordinate(coordinator_->OnRequest(rank, leaves, Now() - collectives_s_));
+      Coordinate(coordinator_->OnRequest(rank, leaves, Now()));
     }
   }
   if (!coordinator_ && lost_ranks_.count(0) > 0 && !under_way_.empty()) {
@@ -308,29 +308,50 @@ bool NamedCalls::TakeInbox() {
     if (!lost_.empty()) throw Error(lost_, ErrorKind::kPeer);
     taken.swap(inbox_);
   }
-  for (Call& call : taken) {
-    const Request request = call.request;
-    if (request.kind != Kind::kLeave) {
-      const Key key{request.set, request.name};
-      if (under_way_.count(key) > 0) {
-        const CallError error{Problem::kUsage,
-                              "A name should be in use once at a time: wait for the first call, or give "
-                              "another name. Received: " +
-                                  request.Described() + " named " + request.name + " on rank " +
-                                  std::to_string(rank_)};
-        call.done(&error, nullptr);
-        continue;
-      }
-      const std::lock_guard<std::mutex> lock(under_way_mutex_);
-      under_way_.emplace(key, UnderWay{std::move(call), Now(), collectives_s_});
-    }
-    if (coordinator_) {
-      Coordinate(coordinator_->OnRequest(rank_, request, Now() - collectives_s_));
-    } else {
-      links_->Send(0, Encoded(request), kRequestTag);
+  for (auto call = taken.begin(); call != taken.end(); ++call) {
+    try {
+      Take(std::move(*call));
+    } catch (...) {  // FailAll tells the rest
+      const std::lock_guard<std::mutex> lock(mutex_);
+      inbox_.insert(inbox_.begin(), std::make_move_iterator(std::next(call)),
+                    std::make_move_iterator(taken.end()));
+      throw;
     }
   }
   return !taken.empty();
+}
+
+void NamedCalls::Take(Call call) {
+  const Request request = call.request;
+  if (request.kind != Kind::kLeave) {
+    const Key key{request.set, request.name};
+    if (under_way_.count(key) > 0) {
+      const CallError error{Problem::kUsage,
+                            "A name should be in use once at a time: wait for the first call, or give "
+                            "another name. Received: " +
+                                request.Described() + " named " + request.name + " on rank " +
+                                std::to_string(rank_)};
+      call.done(&error, nullptr);
+      return;
+    }
+    const std::lock_guard<std::mutex> lock(under_way_mutex_);
+    under_way_.emplace(key, UnderWay{std::move(call), Now(), ClockOf(request.set)});
+  }
+  if (coordinator_) {
+    Coordinate(coordinator_->OnRequest(rank_, request, ClockOf(request.set)));
+  } else {
+    links_->Send(0, Encoded(request), kRequestTag);
+  }
+}
+
+// Seconds by which calls on a process set expire. It stands still in collectives that keep all its ranks:
+// those of this set, and of all ranks.
+double NamedCalls::ClockOf(int set) const {
+  const auto spent_s = [this](int of) {
+    const auto found = collectives_s_.find(of);
+    return found == collectives_s_.end() ? 0.0 : found->second;
+  };
+  return Now() - spent_s(0) - (set == 0 ? 0.0 : spent_s(set));
 }
 
 bool NamedCalls::Receive() {
@@ -338,8 +359,9 @@ bool NamedCalls::Receive() {
   const auto message = links_->Receive(coordinator_ ? kRequestTag : kResponseTag);
   if (!message) return false;
   if (coordinator_) {
-    Coordinate(
-        coordinator_->OnRequest(message->first, DecodedRequest(message->second), Now() - collectives_s_));
+    Request request = DecodedRequest(message->second);
+    const double clock_s = ClockOf(request.set);
+    Coordinate(coordinator_->OnRequest(message->first, std::move(request), clock_s));
   } else {
     Handle(DecodedResponse(message->second));
   }
@@ -348,7 +370,7 @@ bool NamedCalls::Receive() {
 
 bool NamedCalls::Expire() {
   if (!coordinator_ || coordinator_->idle()) return false;
-  auto expired = coordinator_->Expired(Now() - collectives_s_);
+  auto expired = coordinator_->Expired([this](int set) { return ClockOf(set); });
   if (expired.empty()) return false;
   Coordinate(std::move(expired));
   return true;
@@ -393,12 +415,13 @@ void NamedCalls::Handle(const Response& response) {
     const CallError error{response.problem, response.message};
     return End(key, &error, nullptr);
   }
+  const int ranks = static_cast<int>(RanksOf(response.set).size());
   try {
-    const InMpi now(*this, response, call);
+    const InMpi now(*this, response, call, ranks);
     RunCollective(response, call);
   } catch (const CallError& error) {  // no memory for an output
     End(key, &error, nullptr);
-    if (size_ == 1) return;
+    if (ranks == 1) return;
     throw Error("Every rank should have memory for the result of " + response.name +
                     ", and the others wait for this one. Received: " + error.message,
                 ErrorKind::kPeer);
@@ -410,8 +433,9 @@ void NamedCalls::Handle(const Response& response) {
   End(key, nullptr, &response);
 }
 
-NamedCalls::InMpi::InMpi(NamedCalls& calls, const Response& response, const Call* call) : calls_(calls) {
-  const double bytes = BytesOf(response, call, calls_.size_);
+NamedCalls::InMpi::InMpi(NamedCalls& calls, const Response& response, const Call* call, int ranks)
+    : calls_(calls), set_(response.set) {
+  const double bytes = BytesOf(response, call, ranks);
   const std::lock_guard<std::mutex> lock(calls_.under_way_mutex_);
   calls_.in_mpi_ = response.name;
   calls_.in_mpi_since_s_ = Now();
@@ -420,7 +444,7 @@ NamedCalls::InMpi::InMpi(NamedCalls& calls, const Response& response, const Call
 
 NamedCalls::InMpi::~InMpi() {
   const std::lock_guard<std::mutex> lock(calls_.under_way_mutex_);
-  calls_.collectives_s_ += Now() - calls_.in_mpi_since_s_;
+  calls_.collectives_s_[set_] += Now() - calls_.in_mpi_since_s_;
   calls_.in_mpi_since_s_ = 0;
 }
 

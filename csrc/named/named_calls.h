@@ -67,20 +67,21 @@ class NamedCalls : public std::enable_shared_from_this<NamedCalls> {
   struct UnderWay {
     Call call;
     double since_s;
-    double collectives_s;  // NamedCalls::collectives_s_ at that time
-    bool told = false;     // of its wait
+    double clock_s;     // ClockOf its process set at that time
+    bool told = false;  // of its wait
   };
 
   // Lets EndIfStuck see that a collective of MPI runs.
   class InMpi {
    public:
-    InMpi(NamedCalls& calls, const Response& response, const Call* call);
+    InMpi(NamedCalls& calls, const Response& response, const Call* call, int ranks);
     ~InMpi();
     InMpi(const InMpi&) = delete;
     InMpi& operator=(const InMpi&) = delete;
 
    private:
     NamedCalls& calls_;
+    const int set_;
   };
 
   void LoseProcess(const Error& error);
@@ -92,7 +93,9 @@ class NamedCalls : public std::enable_shared_from_this<NamedCalls> {
   void TakeLost(const std::vector<int>& ranks);
   void StartThread();
   void Loop();
+  double ClockOf(int set) const;
   bool TakeInbox();
+  void Take(Call call);
   bool Receive();
   bool Expire();
   void Rest(bool sends);
@@ -131,8 +134,8 @@ class NamedCalls : public std::enable_shared_from_this<NamedCalls> {
   std::string in_mpi_;         // the collective that MPI runs, which nothing can interrupt
   double in_mpi_since_s_ = 0;  // 0: none
   double in_mpi_limit_s_ = 0;
-  double active_s_ = 0;       // when something last happened
-  double collectives_s_ = 0;  // spent in collectives: no time limit of another call counts it
+  double active_s_ = 0;                  // when something last happened
+  std::map<int, double> collectives_s_;  // time spent in collectives, by process set
   std::thread thread_;
 };
 

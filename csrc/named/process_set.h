@@ -37,7 +37,7 @@ class ProcessSet {
  private:
   // `data` becomes its reduction over the set, times the request's factors.
   void ReduceInPlace(void* data, Type type, std::int64_t count, const Request& request) const;
-  // What a reduction over the set is multiplied by.
+  // Divides and multiplies a sum over the set as its request says.
   void ScaleSum(void* data, Type type, std::int64_t count, const Request& request) const;
   void Adasum(void* data, Type type, std::int64_t count) const;
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <numeric>
 #include <thread>
+#include <utility>
 
 #include "core/error.h"
 #include "core/event_log.h"
@@ -27,7 +28,9 @@ class Transfers {
   Transfers(SocketMesh& mesh, SocketMesh::Channel channel, const std::vector<int>& ranks, double limit_s)
       : mesh_(mesh), channel_(channel), ranks_(ranks), limit_s_(limit_s) {}
   ~Transfers() {
-    for (const auto& [ticket, place] : under_way_) mesh_.Cancel(ticket);
+    for (const auto& [ticket, place] : under_way_) {
+      if (ticket != kNoTicket) mesh_.Cancel(ticket);
+    }
   }
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
@@ -46,13 +49,13 @@ class Transfers {
     for (;;) {
       mesh_.Poll();
       const std::size_t before = under_way_.size();
-      for (std::size_t i = before; i-- > 0;) {
-        const auto at = under_way_.begin() + static_cast<std::ptrdiff_t>(i);
-        const auto each = *at;
-        under_way_.erase(at);  // first: a test that throws has ended it
-        if (!mesh_.Test(each.first))
-          under_way_.insert(under_way_.begin() + static_cast<std::ptrdiff_t>(i), each);
+      for (auto& [ticket, place] : under_way_) {
+        const Ticket tested = std::exchange(ticket, kNoTicket);  // first: a test that throws has ended it
+        if (!mesh_.Test(tested)) ticket = tested;
       }
+      under_way_.erase(std::remove_if(under_way_.begin(), under_way_.end(),
+                                      [](const auto& each) { return each.first == kNoTicket; }),
+                       under_way_.end());
       if (under_way_.empty()) return;
       const std::uint64_t now_moved = mesh_.Moved(channel_);
       if (under_way_.size() < before || now_moved != moved) {

@@ -79,11 +79,18 @@ def read_records(folder: Path) -> Records:
             f"DIR should have files of flight recorders (*{SUFFIX}). They are left by ranks that do not "
             f"end properly. Received: none in {folder}"
         )
-    newest, *others = sorted(starts, key=lambda start: (start.stat().st_mtime, start.name), reverse=True)
+    newest, *others = sorted(starts, key=lambda start: (_changed_s(start), start.name), reverse=True)
     found = _of_start(newest)
     if not found.running:
         return found
     return replace(found, ended=next((one for one in others if not _of_start(one).running), None))
+
+
+def _changed_s(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:  # it was removed meanwhile
+        return 0.0
 
 
 def _of_start(folder: Path) -> Records:
@@ -109,6 +116,15 @@ def _running(flights: Sequence[Flight]) -> frozenset[int]:
     hosts, lately_s = {one.host for one in here}, max(one.heard_s for one in here) - _LATELY_S
     away = [one for one in flights if one.host not in hosts and one.ended_s is None]
     return frozenset(one.rank for one in (*here, *(one for one in away if one.heard_s > lately_s)))
+
+
+def _first_ended(records: Records) -> Flight | None:
+    """Return the rank that ended the job, or ended first while others still run."""
+    ended = _ended(records)
+    first = first_to_end(ended)
+    if first is None and records.running:
+        return min(ended, key=_end_s, default=None)
+    return first
 
 
 def first_to_end(flights: Sequence[Flight]) -> Flight | None:
@@ -164,7 +180,7 @@ def to_text(records: Records) -> str:
     lines.append(f"What happened: {_so_far(records)}")
     if records.ended is not None:
         lines.append(f"The newest start that has ended: hvpipe blackbox {records.ended}")
-    first = first_to_end(_ended(records))
+    first = _first_ended(records)
     for flight in flights:
         ended = f"ended {_end_words(flight, first=flight is first)}"
         if flight.rank in records.running:
@@ -190,8 +206,8 @@ def _so_far(records: Records) -> str:
         return verdict(records.flights)
     many = len(records.running) > 1
     still = f"{_ranks(sorted(records.running))} still {'run' if many else 'runs'}."
-    ended = _ended(records)
-    return f"{verdict(ended)} {still.capitalize()}" if ended else f"nothing yet: {still}"
+    first = _first_ended(records)
+    return f"nothing yet: {still}" if first is None else f"{_ended_first(first)}. {still.capitalize()}"
 
 
 def verdict(flights: Sequence[Flight], code: int | None = None) -> str:
@@ -204,8 +220,7 @@ def verdict(flights: Sequence[Flight], code: int | None = None) -> str:
     first = first_to_end(flights)
     waiting = {one.rank: wait for one in flights if one is not first and (wait := open_wait(one)) is not None}
     if first is not None:
-        steps = f" after {first.steps} steps" if first.steps else ""
-        said = f"{_name(first)} ended first{steps}, {_end_words(first, code, first=True)}"
+        said = _ended_first(first, code)
     else:
         late = [one.rank for one in flights if one.rank not in waiting]
         if frozen := [one for one in flights if _ended_frozen(one)]:
@@ -232,6 +247,11 @@ def verdict(flights: Sequence[Flight], code: int | None = None) -> str:
     return f"{said}. {_ranks(sorted(waiting)).capitalize()} waited, up to {waited_s:.1f} s, in {wait.what}."
 
 
+def _ended_first(first: Flight, code: int | None = None) -> str:
+    steps = f" after {first.steps} steps" if first.steps else ""
+    return f"{_name(first)} ended first{steps}, {_end_words(first, code, first=True)}"
+
+
 def _all_killed(flights: Sequence[Flight]) -> str:
     pids = listed(f"rank {one.rank} on {one.host} is {one.pid}" for one in flights)
     return (
@@ -243,7 +263,7 @@ def _all_killed(flights: Sequence[Flight]) -> str:
 
 def document(records: Records) -> dict[str, Any]:
     """Return all that is known as JSON."""
-    first = first_to_end(_ended(records))
+    first = _first_ended(records)
     waits = {one.rank: open_wait(one) for one in records.flights}
     return {
         "folder": str(records.folder),

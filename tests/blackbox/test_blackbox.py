@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -261,3 +262,14 @@ def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
 def test_no_recorders(name: str, tmp_path: Path) -> None:
     with pytest.raises(HvpipeError, match="Received: no"):
         read_records(tmp_path / name)
+
+
+def test_one_rank_of_a_running_job_was_killed(tmp_path: Path) -> None:
+    """Regression: "All ranks were killed", as the one that was killed is all that has ended."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / "rank-0.flight").write_bytes(_recorded_here(time.time()))
+    (tmp_path / "rank-1.flight").write_bytes(_recorded_here(time.time(), gone.pid, 1))
+    told = to_text(read_records(tmp_path))
+    assert f"(pid {gone.pid}) ended first after 3 steps, without a word" in told
+    assert "Rank 0 still runs." in told

@@ -75,7 +75,7 @@ class BucketUpdate:
     def update_submitted(self, tokens: Sequence[Any]) -> list[Any]:
         """Collect and update each bucket of this step; return scalars that wait for the updates.
 
-        Nothing here waits for a GPU on the host, which would hold all later operations back.
+        No token goes from a GPU to the host: that would wait for the backward, and keep all later operations.
 
         Args:
             tokens: From the submits, one for each bucket.
@@ -160,8 +160,10 @@ class BucketUpdate:
 
     def _done(self, variables: Sequence[Any], bucket: str) -> Any:
         """Return a scalar that waits for the variables' update: control dependencies order the reads."""
-        with tf.control_dependencies([native(v).read_value() for v in variables]):
-            done = tf.identity(tf.constant(0.0))
+        reads = [native(v).read_value() for v in variables]
+        # A number that was read: TensorFlow would replace the mark of a constant by a constant.
+        with tf.control_dependencies(reads):
+            done = tf.cast(tf.reduce_sum(tf.reshape(reads[-1], [-1])[:1]), tf.float32)
         return self._marks.updated(done, bucket)
 
 

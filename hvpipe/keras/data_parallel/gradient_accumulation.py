@@ -28,7 +28,7 @@ def accumulate(
         optimizer: One with `gradient_accumulation_steps`.
         buckets: Of the variables that have gradients. Their reducer announces every micro-step.
         gradients: This micro-step's, a dense tensor for each of these variables.
-        samples: This rank's samples in the micro-step (float64 scalar).
+        samples: This rank's samples in the micro-step (scalar).
         reduce_and_update: Called with accumulated gradients and their factor, at the last micro-step.
     """
     reducer, variables = buckets.reducer, buckets.reducer.variables
