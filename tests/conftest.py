@@ -83,6 +83,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(trylast=True)  # after pytest has deselected by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.markexpr:
         parts = [item for item in items if item.get_closest_marker("part")]
@@ -90,6 +91,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in parts]
     # With several workers, the tests that take minutes start first.
     items.sort(key=lambda item: item.path != RANKS.with_name("test_mpi.py"))
+    # xdist gives its first worker the first two tests: with -m, these are the longest suites.
+    if config.option.markexpr and hasattr(config, "workerinput"):
+        items[1:3] = items[1:3][::-1]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

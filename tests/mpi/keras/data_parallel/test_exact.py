@@ -119,10 +119,7 @@ CASES = {
 
 # These run on every number of ranks: a dense gradient, one of table rows, and sums over several steps.
 EVERY_SIZE = ("momentum", "table", "accumulation")
-OLDER_TENSORFLOW = (
-    *EVERY_SIZE,
-    *("adamw_global_clipnorm", "loss_scale", "steps_per_execution", "embedding", "decaying_sgd", "eager"),
-)
+OLDER_TENSORFLOW = ("momentum", "table", "embedding", "loss_scale", "eager")
 QUICK = ("momentum", "table")
 # "backward" updates by the code of "none", and sends by that of "step". So few cases run elsewhere, too.
 ELSEWHERE_BACKWARD = ("momentum", "table")

@@ -193,7 +193,7 @@ CASES = {
 
 
 OLDER_TENSORFLOW = (
-    *("embedding_inputs_outputs", "frozen_and_normalised", "unused_variables", "own_train_step", "no_call"),
+    *("embedding_inputs_outputs", "no_call"),
     *("unused_in_compiled_step", "half_precision_overflow"),
 )
 # Each of these differs in what an overlap must find out: which variables have gradients, when, and by whose

@@ -90,8 +90,13 @@ class ForgetsVariables(OwnStep):
         self.optimizer.apply([None, *gradients[1:]])
 
 
-@pytest.mark.older_tensorflow
-@pytest.mark.parametrize("kind", [OwnStep, ForgetsVariables, Clipping, CompiledClipping, Teaching])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(OwnStep, ForgetsVariables, Teaching),
+        *(pytest.param(kind, marks=pytest.mark.older_tensorflow) for kind in (Clipping, CompiledClipping)),
+    ],
+)
 def test_code_after_the_update_sees_the_new_weights(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     def trained(overlap: str) -> dict[str, np.ndarray]:
         model = parallel(compiled(kind), overlap)

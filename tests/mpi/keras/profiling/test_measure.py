@@ -62,7 +62,6 @@ def too_short(stopwatch: Stopwatch, several: list[TimedCall]) -> list[float]:
     return [0.0] * len(several)
 
 
-@pytest.mark.older_tensorflow
 def test_names_edges_and_sizes() -> None:
     """Floats have 4 bytes, there are 3 samples, and Adam has two slots.
 
@@ -86,7 +85,6 @@ def test_names_edges_and_sizes() -> None:
         assert layer.output_bytes <= layer.saved_bytes <= layer.output_bytes + 64
 
 
-@pytest.mark.older_tensorflow
 def test_saved_bytes_are_counted_once_and_without_the_input() -> None:
     """softmax keeps its output, and gelu an intermediate result of the same size.
 
@@ -104,7 +102,6 @@ def test_saved_bytes_are_counted_once_and_without_the_input() -> None:
     assert wide <= softmax.saved_bytes < wide + 100
 
 
-@pytest.mark.older_tensorflow
 def test_a_loop_keeps_the_states_of_its_steps() -> None:
     """The loop keeps at least the new state of each of its 50 steps: 8 samples of 16 floats."""
     x = keras.Input((50, 4))
@@ -274,7 +271,6 @@ def normalised_weights() -> keras.Model:
     return keras.Model(x, Halving()(dense(x)))
 
 
-@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("build", [noisy, normalised_weights])
 def test_the_model_is_left_as_it_was(build: Callable[[], keras.Model]) -> None:
     model = build()
