@@ -56,8 +56,11 @@ OTHER_KERAS = tuple(
 )
 EVERY_KERAS = (*OTHER_KERAS, *PIPELINES)
 # The sums of gradients, which data parallel cases test too, are the engine's: mpi/comm runs on 4 ranks.
-# Replicas of unequal numbers of stages: 3 ranks train what 4 cannot.
-ON_THREE = (*OTHER_KERAS, f"{KERAS}/pipeline/test_training.py", f"{KERAS}/pipeline/test_replicas.py")
+# Replicas of unequal numbers of stages: 3 ranks train what 4 cannot. Three ranks call collectives over TCP.
+ON_THREE = (
+    *(name for name in OTHER_KERAS if not name.startswith(f"{KERAS}/collectives/")),
+    *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")),
+)
 ON_FOUR = (
     f"{KERAS}/collectives",
     *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "update")),
@@ -80,6 +83,7 @@ WITHOUT_ERRORS = tuple(
 )
 # Arrays on devices: NCCL carries them, or they pass through the host by the transports of NumPy's arrays.
 WITHOUT_DEVICES = tuple(name for name in WITHOUT_ERRORS if not name.startswith("mpi/comm/test_device"))
+EAGER = "every_size and not in_graph"
 OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 RING = {"HVPIPE_SHARED_MEMORY": "0"}
@@ -107,7 +111,7 @@ SUITES = (
     Suite(
         "keras", (f"{DATA_PARALLEL}/test_life.py", f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)
     ),
-    Suite("keras", ON_ONE, (1,), env=UNOPTIMIZED, only="every_size"),
+    Suite("keras", ON_ONE, (1,), env=UNOPTIMIZED, only=EAGER),
     Suite("comm", ("mpi/comm",), (ALONE, 1)),
     Suite("comm", WITHOUT_ERRORS, (2,)),
     Suite("comm", WITHOUT_DEVICES, (4,)),
@@ -119,7 +123,13 @@ SUITES = (
         (3,),
         env={**OVER_TCP, **TWO_TO_A_HOST},
     ),
-    Suite("collectives over tcp", (f"{KERAS}/collectives",), (3,), env={**OVER_TCP, **UNOPTIMIZED}),
+    Suite(
+        "collectives over tcp",
+        (f"{KERAS}/collectives",),
+        (3,),
+        env={**OVER_TCP, **TWO_TO_A_HOST, **UNOPTIMIZED},
+        only=EAGER,
+    ),
     # Every message travels in many pieces.
     Suite("comm tiny pieces", COLLECTIVES, (2,), env={**TWO_TO_A_HOST, **TINY}),
     # Three ranks prove these on another MPI than the rest: `make mpich`.

@@ -71,8 +71,13 @@ def assert_close(found: Any, expected: Any, dtype: tf.DType, what: str) -> None:
 @pytest.mark.three_suffice
 @OLDER_IN_GRAPH
 def test_sums(run: Any) -> None:
-    shapes = ((), (7,), (3, 2, 2), (0,), (4, 0))
-    cases = {f"{dtype.name}{shape}": (shape, dtype) for dtype in (*INTEGERS, *FLOATS) for shape in shapes}
+    shapes = {(*INTEGERS, *FLOATS): [(3, 2, 2)], (tf.float32,): [(), (7,), (0,), (4, 0)]}
+    cases = {
+        f"{dtype.name}{shape}": (shape, dtype)
+        for dtypes in shapes
+        for dtype in dtypes
+        for shape in shapes[dtypes]
+    }
     mine = {name: values_of(hvd.rank(), *case) for name, case in cases.items()}
     found = run(lambda: {name: hvd.allreduce(tf.constant(mine[name]), op=hvd.Sum) for name in mine})
     for name, (shape, dtype) in cases.items():
@@ -224,7 +229,7 @@ def test_broadcast_from_each_rank(run: Any) -> None:
     cases = {
         f"{dtype.name}{shape} from {root}": (root, shape, dtype)
         for dtype in EVERY_TYPE
-        for shape in ((), (3, 2), (0, 4))
+        for shape in [(3, 2), *([(), (0, 4)] if dtype == tf.float32 else [])]
         for root in range(hvd.size())
     }
     mine = {name: values_of(hvd.rank(), *case[1:]) for name, case in cases.items()}
