@@ -113,8 +113,7 @@ SUITES = (
     ),
     Suite("keras", ON_ONE, (1,), env=UNOPTIMIZED, only=EAGER),
     Suite("comm", ("mpi/comm",), (ALONE, 1)),
-    Suite("comm", WITHOUT_ERRORS, (2,)),
-    Suite("comm", WITHOUT_DEVICES, (4,)),
+    Suite("comm", WITHOUT_DEVICES, (2, 4)),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
     # As between hosts with Ethernet, and under `horovodrun --gloo`.
     Suite(
