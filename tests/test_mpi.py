@@ -72,7 +72,11 @@ OF_BITS = (
     *(f"{DATA_PARALLEL}/test_{name}.py" for name in ("stale", "finished_weights")),
 )
 OTHER_THAN_BITS = tuple(name for name in OTHER_KERAS if name not in OF_BITS)
-ON_ONE = (*OTHER_KERAS, *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")))
+ON_ONE = (
+    f"{KERAS}/collectives",
+    *(f"{DATA_PARALLEL}/test_{name}.py" for name in ("exact", "whole_batch", "ranks_equal")),
+    f"{KERAS}/pipeline/test_training.py",
+)
 COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
 # These cases mostly wait for deadlines, so not every suite runs them.
 ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
@@ -108,9 +112,7 @@ SUITES = (
     # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.
     Suite("keras hosts", ON_THREE, (3,), 1800.0, {**TWO_TO_A_HOST, **UNOPTIMIZED}, only="every_size"),
     Suite("keras", ON_FOUR, (4,), 1800.0, UNOPTIMIZED, only="every_size and not three_suffice"),
-    Suite(
-        "keras", (f"{DATA_PARALLEL}/test_life.py", f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)
-    ),
+    Suite("keras", (f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)),
     Suite("keras", ON_ONE, (1,), env=UNOPTIMIZED, only=EAGER),
     Suite("comm", ("mpi/comm",), (ALONE, 1)),
     Suite("comm", WITHOUT_DEVICES, (2, 4)),

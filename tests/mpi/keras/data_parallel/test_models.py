@@ -184,7 +184,6 @@ CASES = {
     "sequential_unbuilt": Case(unbuilt_sequential),
     "own_train_step": Case(OwnStep),
     "no_call": Case(NoCall, {"loss": None}),
-    "unused_steps_per_execution": Case(WithUnused, {"steps_per_execution": 5}),
     "unused_in_compiled_step": Case(CompiledStep),
     "unused_eager": Case(WithUnused, {"run_eagerly": True}),
     "half_precision_overflow": Case(half_precision, optimizer=overflowing),
