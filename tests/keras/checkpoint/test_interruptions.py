@@ -174,6 +174,7 @@ def test_a_checkpoint_that_a_lost_rank_was_writing_is_written_again(
     standin.world = SimpleNamespace(rank=0, size=1)
     with pytest.raises(SystemExit) as ended:
         fit.at_boundary()
+    fit.leave_model()
     assert ended.value.code == 69
     assert newest_step(tmp_path) == 1
 
@@ -199,6 +200,7 @@ def test_the_samples_of_a_lost_rank_count(
     standin.world = SimpleNamespace(rank=0, size=1)
     with pytest.raises(SystemExit):
         fit.at_boundary()
+    fit.leave_model()  # here, not where another thread collects garbage
     (place,) = folders.complete(tmp_path)
     assert read_manifest(place).position.samples == samples
 
