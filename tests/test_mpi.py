@@ -97,8 +97,8 @@ TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
 
 # Two ranks run every Keras case (one process, where a case needs no peer). Cases whose result depends on the
-# number of ranks carry the mark `every_size` and run on 3 ranks too, some on 1. Those of collectives, and those
-# of pipelines, which then have more stages, also run on 4, unless they are marked `three_suffice`.
+# number of ranks carry the mark `every_size` and run on 3 ranks too, some on 1. Those of collectives, and of
+# pipelines, which then have more stages, also run on 4, unless they are marked `three_suffice`.
 # tests/BEHAVIOURS.md says which case proves what.
 #
 # `make rest` runs several suites at a time. xdist gives its first worker the first two suites, its second one
