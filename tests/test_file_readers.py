@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzzing import examples
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.stage_plan import Plan
@@ -54,6 +55,7 @@ def _read(reader: Callable[[Path], object], path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
+@examples(30)
 @given(data=st.data())
 def test_one_wrong_value(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     document = json.loads(json.dumps(READERS[name][0]))
@@ -71,6 +73,7 @@ def test_one_wrong_value(name: str, data: st.DataObject, tmp_path_factory: pytes
 
 
 @pytest.mark.parametrize("name", [*READERS, "pipedream"])
+@examples(30)
 @given(data=st.data())
 def test_wrong_bytes(name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     text, reader = (PIPEDREAM, Profile.read) if name == "pipedream" else READERS[name]

@@ -11,8 +11,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parent.parent / "hvpipe"
 BENCH = PACKAGE.with_name("bench")
 MOST_LINES = 60  # of a function, without its docstring
@@ -57,8 +55,17 @@ def files() -> list[str]:
 
 
 @cache
-def tree(file: str) -> ast.Module:
-    return ast.parse((PACKAGE / file).read_text(), filename=file)
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
+def every_path() -> list[Path]:
+    return sorted([*PACKAGE.rglob("*.py"), *BENCH.rglob("*.py")])
 
 
 def module_of(file: str) -> str:
@@ -96,8 +103,9 @@ def imports_below(
         yield from imports_below(child, file, with_types=with_types, modules=modules)
 
 
+@cache
 def own_imports(file: str, *, with_types: bool = True) -> set[str]:
-    found = imports_below(tree(file), file, with_types=with_types)
+    found = imports_below(tree(PACKAGE / file), file, with_types=with_types)
     return {name for name in found if name.partition(".")[0] == "hvpipe"}
 
 
@@ -112,11 +120,14 @@ def layer_of(module: str) -> int:
     raise AssertionError(f"wanted: a layer in LAYERS for every module. Received: module={module}")
 
 
-@pytest.mark.parametrize("file", files())
-def test_imports_go_downward(file: str) -> None:
-    layer = layer_of(module_of(file))
-    upward = {name for name in own_imports(file) if layer_of(name) > layer}
-    assert not upward, f"hvpipe/{file} (layer {layer}) imports {sorted(upward)}"
+def test_imports_go_downward() -> None:
+    upward = [
+        f"hvpipe/{file} imports {name}"
+        for file in files()
+        for name in sorted(own_imports(file))
+        if layer_of(name) > layer_of(module_of(file))
+    ]
+    assert not upward
 
 
 def test_no_import_runs_in_a_circle() -> None:
@@ -131,44 +142,44 @@ def test_no_import_of_benchmarks_runs_in_a_circle() -> None:
     }
     graph = {}
     for name, path in files.items():
-        text = ast.parse(path.read_text())
-        found = imports_below(text, "", with_types=False, modules=files.keys())
+        found = imports_below(tree(path), "", with_types=False, modules=files.keys())
         graph[name] = {one for one in found if one in files} - {name}
     TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("path", sorted([*PACKAGE.rglob("*.py"), *BENCH.rglob("*.py")]), ids=str)
-def test_functions_fit_on_a_screen(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
-            assert lines <= MOST_LINES, f"{path.name}: {node.name} has {lines} lines"
+def test_functions_fit_on_a_screen() -> None:
+    long = []
+    for path in every_path():
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                if lines > MOST_LINES:
+                    long.append(f"{path}: {node.name} has {lines} lines")
+    assert not long
 
 
-@pytest.mark.parametrize("path", sorted([*PACKAGE.rglob("*.py"), *BENCH.rglob("*.py")]), ids=str)
-def test_private_attributes_are_those_of_the_same_file(path: Path) -> None:
+def test_private_attributes_are_those_of_the_same_file() -> None:
     """Files of hvpipe/keras have a stricter rule, below."""
-    if path == PACKAGE / COMPAT:
-        return
-    text = ast.parse(path.read_text())
-    defined = {node.name for node in ast.walk(text) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    defined |= {node.attr for node in ast.walk(text) if isinstance(node, ast.Attribute) and _is_own(node)}
-    touched = [
-        f"{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(text)
-        if isinstance(node, ast.Attribute)
-        and _is_private(node.attr)
-        and not _is_own(node)
-        and node.attr not in defined
-    ]
-    assert not touched, f"{path}: {touched}"
+    touched = []
+    for path in every_path():
+        if path == PACKAGE / COMPAT:
+            continue
+        defined = {node.name for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        attributes = [node for node in nodes(path) if isinstance(node, ast.Attribute)]
+        defined |= {node.attr for node in attributes if _is_own(node)}
+        touched += [
+            f"{path}:{node.lineno}: {ast.unparse(node)}"
+            for node in attributes
+            if _is_private(node.attr) and not _is_own(node) and node.attr not in defined
+        ]
+    assert not touched
 
 
 def test_each_dependency_is_imported_in_one_place() -> None:
     users: dict[str, set[str]] = defaultdict(set)
     for file in files():
-        for name in imports_below(tree(file), file, with_types=True):
+        for name in imports_below(tree(PACKAGE / file), file, with_types=True):
             top = name.partition(".")[0]
             if top not in sys.stdlib_module_names and top != "hvpipe" and top not in ANYWHERE:
                 users[top].add(file)
@@ -183,23 +194,22 @@ def test_each_dependency_is_imported_in_one_place() -> None:
     assert not scattered, f"wanted: one file for each. Received: {scattered}"
 
 
-@pytest.mark.parametrize("file", sorted(set(files()) - READ_THE_ENVIRONMENT))
-def test_the_environment_is_read_in_two_places(file: str) -> None:
+def test_the_environment_is_read_in_few_places() -> None:
     names = {"environ", "environb", "getenv", "getenvb"}
     reads = [
-        node.lineno
-        for node in ast.walk(tree(file))
+        f"hvpipe/{file}:{node.lineno}"
+        for file in files()
+        if file not in READ_THE_ENVIRONMENT
+        for node in nodes(PACKAGE / file)
         if (isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os")
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names})
     ]
-    assert not reads, f"hvpipe/{file} reads the environment on lines {reads}"
+    assert not reads
 
 
-@pytest.mark.parametrize("file", files())
-def test_a_file_opens_with_one_sentence(file: str) -> None:
-    first = (ast.get_docstring(tree(file)) or "").partition("\n\n")[0]
-    assert first, f"hvpipe/{file} does not say what it is"
-    assert first.rstrip()[-1] in ".:?", f"hvpipe/{file} opens with {first!r}"
+def test_a_file_opens_with_one_sentence() -> None:
+    first = {file: (ast.get_docstring(tree(PACKAGE / file)) or "").partition("\n\n")[0] for file in files()}
+    assert {file: text for file, text in first.items() if text.rstrip()[-1:] not in (".", ":", "?")} == {}
 
 
 def test_importing_hvpipe_is_light() -> None:
@@ -221,25 +231,32 @@ COMPAT = "keras/compat.py"
 ALLOWED_PRIVATE = {"_add_control_input", "_call_flat", "_exit", "_fields", "_getframe", "_replace", "_sleep"}
 
 
-@pytest.mark.parametrize("file", [file for file in files() if file.startswith("keras/") and file != COMPAT])
-def test_only_compat_touches_what_is_private_in_keras(file: str) -> None:
-    imported = set(imports_below(tree(file), file, with_types=True))
-    private = sorted(name for name in imported if name.startswith("keras.src"))
-    assert not private, f"hvpipe/{file} imports {private}; {COMPAT} is the place for it"
+def files_for_keras() -> list[str]:
+    return [file for file in files() if file.startswith("keras/") and file != COMPAT]
 
 
-@pytest.mark.parametrize("file", [file for file in files() if file.startswith("keras/") and file != COMPAT])
-def test_no_object_touches_private_attributes_of_another(file: str) -> None:
+def test_only_compat_touches_what_is_private_in_keras() -> None:
+    private = [
+        f"hvpipe/{file} imports {name}; {COMPAT} is the place for it"
+        for file in files_for_keras()
+        for name in imports_below(tree(PACKAGE / file), file, with_types=True)
+        if name.startswith("keras.src")
+    ]
+    assert not private
+
+
+def test_no_object_touches_private_attributes_of_another() -> None:
     """Only compat.py may touch private attributes of Keras objects.
 
     Our own objects have public names instead.
     """
     touched = [
-        f"{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(tree(file))
+        f"hvpipe/{file}:{node.lineno}: {ast.unparse(node)}"
+        for file in files_for_keras()
+        for node in nodes(PACKAGE / file)
         if _is_private(_attribute_of(node)) and not _is_own(node)
     ]
-    assert not touched, f"hvpipe/{file}: {touched}"
+    assert not touched
 
 
 def _attribute_of(node: ast.AST) -> str:

@@ -56,8 +56,11 @@ OTHER_KERAS = tuple(
 )
 EVERY_KERAS = (*OTHER_KERAS, *PIPELINES)
 # The sums of gradients, which data parallel cases test too, are the engine's: mpi/comm runs on 4 ranks.
-# Replicas of unequal numbers of stages: 3 ranks train what 4 cannot.
-ON_THREE = (*OTHER_KERAS, f"{KERAS}/pipeline/test_training.py", f"{KERAS}/pipeline/test_replicas.py")
+# Replicas of unequal numbers of stages: 3 ranks train what 4 cannot. Three ranks call collectives over TCP.
+ON_THREE = (
+    *(name for name in OTHER_KERAS if not name.startswith(f"{KERAS}/collectives/")),
+    *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")),
+)
 ON_FOUR = (
     f"{KERAS}/collectives",
     *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "update")),
@@ -69,7 +72,11 @@ OF_BITS = (
     *(f"{DATA_PARALLEL}/test_{name}.py" for name in ("stale", "finished_weights")),
 )
 OTHER_THAN_BITS = tuple(name for name in OTHER_KERAS if name not in OF_BITS)
-ON_ONE = (*OTHER_KERAS, *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")))
+ON_ONE = (
+    f"{KERAS}/collectives",
+    *(f"{DATA_PARALLEL}/test_{name}.py" for name in ("exact", "whole_batch", "ranks_equal")),
+    f"{KERAS}/pipeline/test_training.py",
+)
 COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
 # These cases mostly wait for deadlines, so not every suite runs them.
 ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
@@ -80,6 +87,7 @@ WITHOUT_ERRORS = tuple(
 )
 # Arrays on devices: NCCL carries them, or they pass through the host by the transports of NumPy's arrays.
 WITHOUT_DEVICES = tuple(name for name in WITHOUT_ERRORS if not name.startswith("mpi/comm/test_device"))
+EAGER = "every_size and not in_graph"
 OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 RING = {"HVPIPE_SHARED_MEMORY": "0"}
@@ -89,7 +97,7 @@ TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
 
 # Two ranks run every Keras case (one process, where a case needs no peer). Cases whose result depends on the
-# number of ranks carry the mark `every_size` and run on 1 and 3 ranks too. Those of collectives, and those of
+# number of ranks carry the mark `every_size` and run on 3 ranks too, some on 1. Those of collectives, and of
 # pipelines, which then have more stages, also run on 4, unless they are marked `three_suffice`.
 # tests/BEHAVIOURS.md says which case proves what.
 #
@@ -104,13 +112,10 @@ SUITES = (
     # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.
     Suite("keras hosts", ON_THREE, (3,), 1800.0, {**TWO_TO_A_HOST, **UNOPTIMIZED}, only="every_size"),
     Suite("keras", ON_FOUR, (4,), 1800.0, UNOPTIMIZED, only="every_size and not three_suffice"),
-    Suite(
-        "keras", (f"{DATA_PARALLEL}/test_life.py", f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)
-    ),
-    Suite("keras", ON_ONE, (1,), env=UNOPTIMIZED, only="every_size"),
+    Suite("keras", (f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)),
+    Suite("keras", ON_ONE, (1,), env=UNOPTIMIZED, only=EAGER),
     Suite("comm", ("mpi/comm",), (ALONE, 1)),
-    Suite("comm", WITHOUT_ERRORS, (2,)),
-    Suite("comm", WITHOUT_DEVICES, (4,)),
+    Suite("comm", WITHOUT_DEVICES, (2, 4)),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
     # As between hosts with Ethernet, and under `horovodrun --gloo`.
     Suite(
@@ -119,7 +124,13 @@ SUITES = (
         (3,),
         env={**OVER_TCP, **TWO_TO_A_HOST},
     ),
-    Suite("collectives over tcp", (f"{KERAS}/collectives",), (3,), env={**OVER_TCP, **UNOPTIMIZED}),
+    Suite(
+        "collectives over tcp",
+        (f"{KERAS}/collectives",),
+        (3,),
+        env={**OVER_TCP, **TWO_TO_A_HOST, **UNOPTIMIZED},
+        only=EAGER,
+    ),
     # Every message travels in many pieces.
     Suite("comm tiny pieces", COLLECTIVES, (2,), env={**TWO_TO_A_HOST, **TINY}),
     # Three ranks prove these on another MPI than the rest: `make mpich`.

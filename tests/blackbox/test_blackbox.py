@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzzing import examples
 from hvpipe import cli
 from hvpipe.blackbox.files import Flight, FlightEvent, read_flight
 from hvpipe.blackbox.story import Records, first_to_end, read_records, to_text, verdict
@@ -176,6 +177,7 @@ def test_a_recorder_is_read(tmp_path: Path) -> None:
     ]
 
 
+@examples(30)
 @given(data=st.data())
 def test_damaged_recorders(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Whatever the bytes: an error in words, or a story."""

@@ -88,7 +88,7 @@ def test_death_at_any_file_operation_leaves_the_old_or_the_new_one(
     assert set(seen) == {1, 2}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_anywhere_falls_back_to_the_one_before(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

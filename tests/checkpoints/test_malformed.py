@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzzing import examples
 from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.files import FileRecord
 from hvpipe.checkpoints.manifest import (
@@ -54,6 +55,7 @@ def _read(folder: Path, text: str) -> None:
         assert Path(part.file.name).name == part.file.name
 
 
+@examples(30)
 @given(data=st.data())
 def test_one_wrong_value(
     data: st.DataObject, manifest: str, tmp_path_factory: pytest.TempPathFactory
@@ -72,6 +74,7 @@ def test_one_wrong_value(
     _read(tmp_path_factory.mktemp("wrong"), json.dumps(document))
 
 
+@examples(30)
 @given(data=st.data())
 def test_one_wrong_byte(data: st.DataObject, manifest: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     place = data.draw(st.integers(0, len(manifest) - 1))

@@ -29,16 +29,9 @@ def write(tmp_path: Path, text: str) -> Path:
     return tmp_path / "case.py"
 
 
-@pytest.mark.parametrize(
-    ("before", "culprit"),
-    [
-        ("import mpi4py; mpi4py.rc.threads = False; from mpi4py import MPI", "SINGLE"),
-        ("import mpi4py; mpi4py.rc.thread_level = 'funneled'; from mpi4py import MPI", "FUNNELED"),
-        ("import mpi4py; mpi4py.rc.thread_level = 'serialized'; from mpi4py import MPI", "SERIALIZED"),
-    ],
-)
-def test_mpi_initialised_without_thread_support(before: str, culprit: str, tmp_path: Path) -> None:
-    received = f"Received: thread level MPI_THREAD_{culprit}"
+def test_mpi_initialised_without_thread_support(tmp_path: Path) -> None:
+    before = "import mpi4py; mpi4py.rc.thread_level = 'serialized'; from mpi4py import MPI"
+    received = "Received: thread level MPI_THREAD_SERIALIZED"
     says = f"(?s)MPI_THREAD_MULTIPLE.*by mpi4py with a changed rc.*{received}"
     expect_fatal(2, write(tmp_path, before + OPEN), says=says, within_s=LIMIT_S)
 
@@ -49,15 +42,7 @@ def test_mpi_initialised_by_the_program_without_thread_support(tmp_path: Path) -
     expect_fatal(2, write(tmp_path, f"{before}\n{OPEN}"), says=says, within_s=LIMIT_S)
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        "",
-        "from mpi4py import MPI",
-        "import mpi4py; mpi4py.rc.initialize = False",
-        "import mpi4py; mpi4py.rc.threads = False",
-    ],
-)
+@pytest.mark.parametrize("before", ["", "import mpi4py; mpi4py.rc.threads = False"])
 def test_either_may_import_mpi4py_first(before: str, tmp_path: Path) -> None:
     result = launch(2, [write(tmp_path, f"{before}\n{OPEN}world.close()")], limit_s=LIMIT_S)
     assert result.returncode == 0, result.describe()

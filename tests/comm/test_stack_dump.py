@@ -28,7 +28,7 @@ def start():
 for target in (call, call, start):
     threading.Thread(target=target, daemon=True).start()
 whole = seen = 0
-for _ in range(400):
+for _ in range(120):
     os.ftruncate(file, 0)
     os.lseek(file, 0, os.SEEK_SET)
     whole += _engine.handle_in_copy(signal.SIGUSR2, 5000)
@@ -45,5 +45,5 @@ def test_the_stacks_of_running_threads_do_not_end_the_process() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     whole, seen = map(int, done.stdout.split())
-    assert whole > 200
-    assert seen > 200
+    assert whole > 60
+    assert seen > 60

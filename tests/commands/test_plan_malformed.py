@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzzing import examples
 from hvpipe import cli
 from hvpipe.commands import plan_report, plan_request
 from hvpipe.plan.pipelining import Pipelining
@@ -72,7 +73,7 @@ def documents(draw: st.DrawFn) -> tuple[str, str]:
     return json.dumps(profile), json.dumps(cluster)
 
 
-@settings(max_examples=max(200, settings().max_examples))
+@examples(60)
 @given(documents())
 def test_a_malformed_file_is_one_line(
     tmp_path_factory: pytest.TempPathFactory, given: tuple[str, str]

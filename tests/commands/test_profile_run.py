@@ -18,7 +18,7 @@ import keras
 
 def small():
     if os.environ.get("OMPI_COMM_WORLD_RANK") == os.environ.get("LATE_RANK", "none"):
-        time.sleep(6.0)  # longer than HVPIPE_STALL_WARN below, as if this rank took long to measure
+        time.sleep(4.0)  # longer than HVPIPE_STALL_WARN below, as if this rank took long to measure
     x = keras.Input((64, 64, 3))
     h = keras.layers.Conv2D(16, 5, activation="relu", name="first")(x)
     h = keras.layers.Conv2D(16, 5, activation="relu", name="second")(h)
@@ -46,7 +46,7 @@ def hvpipe(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) 
 
 def test_two_ranks_profile_plan_and_train(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
-    late = {"LATE_RANK": "1", "HVPIPE_STALL_WARN": "4"}
+    late = {"LATE_RANK": "1", "HVPIPE_STALL_WARN": "3"}
     result = hvpipe(tmp_path, "profile", "nets.py:small", "-np", "2", "--microbatch", "4", env=late)
     assert result.returncode == 0, result.describe()
     assert "stall" not in result.output, "a slow rank is no stall"
@@ -69,12 +69,3 @@ def test_two_ranks_profile_plan_and_train(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.describe()
     stages = re.findall(r"has stage \((.),\), loss falls: True", trained.output)
     assert sorted(stages) == ["0", "1"], trained.describe()
-
-
-def test_a_missing_model_gives_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(NETS)
-    result = hvpipe(tmp_path, "profile", "nets.py:large", "-np", "2", "--microbatch", "4")
-    assert result.returncode == 2, result.describe()
-    assert result.output.count("hvpipe profile: nets.py should have a function 'large'") == 1
-    assert "Traceback" not in result.output
-    assert not list(tmp_path.glob("*.json"))

@@ -38,7 +38,7 @@ def hvpipe_run(tmp_path: Path, script: str, *options: str, limit_s: float = LIMI
     return result
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_ranks_get_their_arguments(size: int, tmp_path: Path) -> None:
     script = "print('rank', world.rank, 'of', world.size, sys.argv[1:])"
     result = hvpipe_run(tmp_path, WORLD + script, "-np", str(size))
@@ -71,7 +71,7 @@ def test_an_import_error_before_hvpipe_ends_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [("sys.exit(0)", 0), ("os._exit(5)", 5), ("world.abort(9)", 9), ("os.kill(os.getpid(), 11)", 139)],
+    [("sys.exit(0)", 0), ("os.kill(os.getpid(), 11)", 139)],
 )
 def test_output_of_each_rank_in_files(ending: str, code: int, tmp_path: Path) -> None:
     script = (

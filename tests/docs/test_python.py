@@ -87,11 +87,3 @@ def test_the_page_on_pipelines_can_be_profiled(tmp_path: Path) -> None:
     assert profiled.returncode == 0, profiled.describe()
     assert "Epoch" not in profiled.output, profiled.describe()
     assert (tmp_path / "profile.json").is_file()
-
-
-def test_the_example_can_be_profiled_without_training(tmp_path: Path) -> None:
-    target = f"{ROOT}/examples/train_pipeline.py:default_gpt"
-    options = ["--microbatch", "2", "--repeats", "1"]
-    result = launch(ALONE, ["-m", "hvpipe", "profile", target, *options], limit_s=200, cwd=tmp_path)
-    assert result.returncode == 0, result.describe()
-    assert "gpt: " in result.output, result.describe()

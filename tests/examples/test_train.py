@@ -31,22 +31,16 @@ found = model.predict((x * (255 / 16)).reshape(-1, 8, 8, 1), verbose=0).argmax(a
 print(json.dumps({"accuracy": float(np.mean(found == y)), "hvpipe": "hvpipe" in sys.modules}))
 """
 
-BUILD = """
+PARSE_AND_BUILD = """
 import runpy, sys
-build = runpy.run_path(sys.argv[1])["build_model"]
-names = ("resnet50", "vgg16", "mobilenetv2")
-names = [name for name in names if build(name, (32, 32, 3), 3).count_params() > 2e6]
-print(*names)
-"""
-
-PARSE = """
-import runpy, sys
-parse = runpy.run_path(sys.argv[1])["parse"]
+example = runpy.run_path(sys.argv[1])
 for arguments in sys.argv[2:]:
     try:
-        parse(arguments.split())
+        example["parse"](arguments.split())
     except SystemExit as error:
         print("exit", error.code, file=sys.stderr, flush=True)
+models = {name: example["build_model"](name, (32, 32, 3), 3) for name in ("resnet50", "vgg16")}
+print(*(name for name in models if models[name].count_params() > 2e6))
 """
 
 
@@ -108,7 +102,7 @@ def test_two_ranks_learn_print_once_and_save_a_model_for_plain_keras(tmp_path: P
 def test_one_rank_without_a_launcher_and_three_ranks_learn(tmp_path: Path) -> None:
     assert accuracy(train(ALONE, "--epochs", "4", cwd=tmp_path)) >= 0.9
     assert not list(tmp_path.iterdir())  # without --save and --trace
-    assert accuracy(train(3, "--batch", "16", "--epochs", "6")) >= 0.97
+    assert accuracy(train(3, "--batch", "16", "--epochs", "2")) >= 0.9
 
 
 def test_a_model_learns_folders_of_images(photos: Path, tmp_path: Path) -> None:
@@ -123,11 +117,6 @@ def test_a_large_model_accepts_custom_folders(photos: Path) -> None:
     options = ("--pixels", "32", "--epochs", "1", "--batch", "24", "--rate", "0.001")
     result = train(ALONE, "--data", photos, "--model", "mobilenetv2", *options, limit_s=400)
     assert f"mobilenetv2 on {photos.name}, 1 rank" in result.output, result.describe()
-
-
-def test_every_model_can_be_built() -> None:
-    result = launch(ALONE, ["-c", BUILD, TRAIN], limit_s=120)
-    assert result.output.splitlines()[-1] == "resnet50 vgg16 mobilenetv2", result.describe()
 
 
 def traced(trace: Path, *options: str | Path) -> Run:
@@ -147,7 +136,7 @@ def traced(trace: Path, *options: str | Path) -> Run:
     return result
 
 
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_and_every_model_can_be_built(tmp_path: Path) -> None:
     cases = {
         "--data /nowhere": "wanted: a folder of folders of images. Received: --data /nowhere",
         "--model vgg16": "wanted: --data DIR",
@@ -156,9 +145,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         "--overlap foo": "invalid choice: 'foo'",
     }
     # One process for all cases, since importing TensorFlow takes seconds.
-    script = tmp_path / "parse.py"
-    script.write_text(PARSE)
-    result = launch(ALONE, [script, TRAIN, *cases], limit_s=60)
+    script = tmp_path / "script.py"
+    script.write_text(PARSE_AND_BUILD)
+    result = launch(ALONE, [script, TRAIN, *cases], limit_s=120)
+    assert result.output.splitlines()[-1] == "resnet50 vgg16", result.describe()
     told = result.output.split("exit 2")
     assert len(told) == len(cases) + 1, result.describe()
     for says, text in zip(cases.values(), told, strict=False):

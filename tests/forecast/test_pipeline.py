@@ -26,7 +26,7 @@ from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
 from hvpipe.specs.layer_cost import LayerCost, OutputTensor
 from hvpipe.specs.profile import Profile
-from model_graphs import MODELS, chain, clusters, model, profiles
+from model_graphs import chain, clusters, model, profiles
 
 quickly = settings(max_examples=40)
 
@@ -396,7 +396,7 @@ def test_micro_batches_in_flight_bound_the_stash_of_interleaved(ranks: int, chun
         assert stash <= sum(flying) < stash + chunks
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gnmt", "resnet50"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
 def test_forecasts_of_real_models_respect_the_lower_bound(name: str, schedule: str) -> None:
     cluster = equal_cluster(4, Link(1e-4, 12.5e9), speeds=(1.0, 0.5))

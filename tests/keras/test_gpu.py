@@ -147,15 +147,21 @@ def sees(monkeypatch: Any, gpus: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "opens", "on_gpu"), [([], True, False), (["GPU:0"], True, True), (["GPU:0"], False, False)]
+    ("gpus", "opens", "ordinal"), [([], False, None), (["GPU:0"], True, 0), (["GPU:2"], False, 2)]
 )
 def test_gradients_and_messages_stay_on_gpus_if_all_ranks_can(
-    monkeypatch: Any, gpus: list[str], opens: bool, on_gpu: bool
+    monkeypatch: Any, gpus: list[str], opens: bool, ordinal: int | None
 ) -> None:
     sees(monkeypatch, gpus)
-    session = SimpleNamespace(engine=Engine(opens), settings=Settings())
-    assert reduces_on_gpu(session) is on_gpu
-    assert device_of_messages(session) == ("GPU:0" if on_gpu else None)
+    engine = Engine(opens)
+    engine.ordinal = -1
+    session = SimpleNamespace(engine=engine, settings=Settings())
+    assert reduces_on_gpu(session) is opens
+    assert engine.ordinal == ordinal
+    assert device_of_messages(session) == ("GPU:0" if opens else None)
+    engine.ordinal = -1
+    assert not reduces_on_gpu(SimpleNamespace(engine=engine, settings=Settings(elastic=True)))
+    assert engine.ordinal == -1  # not even asked
 
 
 def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:

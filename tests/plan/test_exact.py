@@ -88,7 +88,7 @@ def with_skips(seed: int) -> tuple[Profile, Cluster]:
     return replace(profile, edges=tuple(sorted({*profile.edges, *skips}))), request.cluster
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_no_plan_is_better_where_links_differ_and_tensors_skip_stages(seed: int) -> None:
     """Regression: such a tensor was charged to the links of neighbours, and greedy could be 1.47x better."""
     profile, cluster = with_skips(seed)

@@ -189,12 +189,12 @@ def test_data_parallel_splits_a_share_that_does_not_fit_into_micro_batches() -> 
 
 
 def test_every_number_of_stages_is_considered() -> None:
-    """Regression: with twelve devices only 1, 2, 4, 8 and 12 stages were tried. Here six devices are fast."""
-    cluster = equal_cluster(12, Link(1e-4, 1e9), speeds=(1.0,) * 6 + (0.05,) * 6)
-    assert devices(of_mode("pipeline", chain(*[3] * 12), cluster, 16)) == [1] * 6
-    profile, slow_links = chain(*[3] * 12, output_bytes=1), equal_cluster(12, Link(0.9))
+    """Regression: with six devices only 1, 2, 4 and 6 stages were tried. Here three devices are fast."""
+    cluster = equal_cluster(6, Link(1e-4, 1e9), speeds=(1.0,) * 3 + (0.05,) * 3)
+    assert devices(of_mode("pipeline", chain(*[3] * 6), cluster, 16)) == [1] * 3
+    profile, slow_links = chain(*[3] * 6, output_bytes=1), equal_cluster(6, Link(0.9))
     how = replace(FOUR, microbatches=16)
-    others = (candidate("pipeline", profile, slow_links, how, count).forecast for count in (3, 5, 6, 7))
+    others = (candidate("pipeline", profile, slow_links, how, count).forecast for count in (3, 5))
     assert of_mode("pipeline", profile, slow_links, 16).step_s <= min(one.step_s for one in others if one)
 
 
@@ -282,7 +282,7 @@ def test_an_unknown_mode() -> None:
         candidate("model", chain(1), equal_cluster(1), FOUR)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(profiles(), clusters())
 def test_the_chosen_plan_fits_and_is_the_fastest(profile: Profile, cluster: Cluster) -> None:
     found = candidates(profile, cluster, FOUR)

@@ -1,6 +1,6 @@
 """Trains a tiny model with a checkpoint, and says what its weights are: a job for tests that interrupt it.
 
-checkpointed_job.py FOLDER [--every STEPS] [--epochs N] [--pause S] [--die-at STEP] [--raise-at STEP]
+checkpointed_job.py FOLDER [--every STEPS] [--epochs N] [--pause S] [--die-at STEP]
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class Events(keras.callbacks.Callback):
         if self._steps == 1 and hvpipe.rank() == 0:
             print("TRAINING", flush=True)
         time.sleep(self._options.pause)
-        if self._steps == self._options.raise_at:
-            raise ValueError("a bug in the script")
         if self._steps == self._options.die_at and hvpipe.rank() == hvpipe.size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -50,7 +48,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--die-at", type=int, default=0)
-    parser.add_argument("--raise-at", type=int, default=0)
     options = parser.parse_args()
     hvpipe.init()
     keras.utils.set_random_seed(7)

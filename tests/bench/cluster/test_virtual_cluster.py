@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -299,13 +298,10 @@ def start_holder(name: str) -> subprocess.Popen[str]:
 
 
 @real
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
-)
-def test_signal_takes_everything_down(number: signal.Signals) -> None:
+def test_a_signal_takes_everything_down() -> None:
     name = f"{NAME}sig"
     with start_holder(name) as process:
-        process.send_signal(number)
+        process.terminate()
         process.wait(timeout=20)
     assert process.returncode != 0
     assert_nothing_left(name)

@@ -33,9 +33,12 @@ def _run(system: str, task: Task, timeout_s: float = 300, ranks: int = 2) -> Rou
 
 
 # The two tests after the next one run these, and check the same. TensorFlow takes long to start.
-RUN_BELOW = ("single", "tf-mwms", "tf-mwms-tuned", "hvpipe-none", "hvpipe-step")
-# They differ from hvpipe-none and hvpipe-step, or from hvpipe-powersgd, by one argument.
-NOT_RUN = ("hvpipe-backward", "hvpipe-stale", "hvpipe-bf16", "hvpipe-int8")
+RUN_BELOW = ("single", "tf-mwms", "tf-mwms-tuned", "hvpipe-step")
+# They differ from hvpipe-step by an argument of `data_parallel` or by the backend.
+NOT_RUN = (
+    *("hvpipe-none", "hvpipe-backward", "hvpipe-stale", "hvpipe-mpi-none", "hvpipe-mpi-step"),
+    *("hvpipe-bf16", "hvpipe-int8", "hvpipe-powersgd"),
+)
 HOSTS = ("single-beside-tcp",)  # needs several
 
 
@@ -64,21 +67,19 @@ def _check(round_: Round, task: Task) -> None:
     assert Round.from_dict(round_.to_dict()) == round_
 
 
-def test_exact_modes_learn_digits_equally_with_unequal_shares() -> None:
+def test_exact_systems_learn_digits_equally_with_unequal_shares() -> None:
     task = Task("digits", batch=64, warm_up=1, steps=2, epochs=3, shares=(80, 48))
-    names = ("single", "hvpipe-none", "hvpipe-step", "tf-mwms")
-    alone, linear, step, mirrored = (_run(name, task) for name in names)
-    for round_ in (alone, linear, step, mirrored):
+    alone, step, mirrored = (_run(name, task) for name in ("single", "hvpipe-step", "tf-mwms"))
+    for round_ in (alone, step, mirrored):
         _check(round_, task)
-    assert step.ranks[0].loss == linear.ranks[0].loss
-    assert linear.ranks[0].loss == linear.ranks[1].loss
-    assert linear.ranks[0].loss[2] < linear.ranks[0].loss[0]
-    assert linear.ranks[0].accuracy[2] > 0.5
+    assert step.ranks[0].loss == step.ranks[1].loss
+    assert step.ranks[0].loss[2] < step.ranks[0].loss[0]
+    assert step.ranks[0].accuracy[2] > 0.5
     assert "all-reduces a step 1," in mirrored.versions + ","
-    assert mirrored.ranks[0].loss[:2] == pytest.approx(linear.ranks[0].loss[:2], rel=1e-4)
+    assert mirrored.ranks[0].loss[:2] == pytest.approx(step.ranks[0].loss[:2], rel=1e-4)
     # A single process trains on all images of each step. It adds in another order, and the difference grows.
-    assert [each.batch for each in (*alone.ranks, *linear.ranks)] == [128, 128, 80, 48]
-    assert alone.ranks[0].loss[0] == pytest.approx(linear.ranks[0].loss[0], rel=0.02)
+    assert [each.batch for each in (*alone.ranks, *step.ranks)] == [128, 128, 80, 48]
+    assert alone.ranks[0].loss[0] == pytest.approx(step.ranks[0].loss[0], rel=0.02)
 
 
 def test_bytes_per_pack_changes_the_compiled_step() -> None:
@@ -108,11 +109,6 @@ def test_horovod_tuned_has_the_open_mpi_settings_of_hvpipe(monkeypatch: pytest.M
         "OMPI_MCA_mpi_yield_when_idle": "1",
     }
     assert not any(name.startswith("OMPI_MCA_") for name in SYSTEMS["horovod"].environment)
-
-
-def test_a_crash_is_reported_with_its_output() -> None:
-    round_ = _run("single", Task("digits", batch=4, shares=(1, 2, 3)))
-    assert "Shares must be one for each of 2 ranks" in round_.error
 
 
 def test_a_hang_is_reported_and_ended() -> None:

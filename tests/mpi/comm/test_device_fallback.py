@@ -127,7 +127,7 @@ def test_an_nccl_that_does_not_start_is_used_on_no_rank(
     """The other ranks do not wait for the one where it fails."""
     needs_others()
     monkeypatch.setattr("hvpipe.comm.rank_gpu.find_nccl", lambda named: named or libraries.nccl)
-    engine = open_engine(libraries, way, nccl_library="", timeout_s=8.0 if how == "init-hang" else 60.0)
+    engine = open_engine(libraries, way, nccl_library="", timeout_s=5.0 if how == "init-hang" else 60.0)
     failing = 0 if how == "id" else 1
     if how == "init-hang" or hvpipe.rank() == failing:
         monkeypatch.setenv("FAKE_NCCL", how)

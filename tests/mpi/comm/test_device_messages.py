@@ -131,7 +131,7 @@ def test_nothing_is_left_behind(libraries: Libraries, way: str) -> None:
 
 def test_a_message_of_another_size_is_a_mismatch(libraries: Libraries) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
     engine.use_device()
     request = None
     if hvpipe.rank() == 0:
@@ -148,7 +148,7 @@ def test_a_message_of_another_size_is_a_mismatch(libraries: Libraries) -> None:
 
 def test_a_message_that_no_rank_receives_is_an_error(libraries: Libraries) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
     engine.use_device()
     if hvpipe.rank() == 0:
         request = engine.send(OnDevice(np.ones(10, np.float32)), 1, 0, "activations")
@@ -162,7 +162,7 @@ def test_a_failure_in_transit_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, how: str, says: str
 ) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
     engine.use_device()
     rank, size = hvpipe.rank(), hvpipe.size()
     monkeypatch.setenv("FAKE_NCCL", how)

@@ -22,7 +22,7 @@ from hvpipe.plan.buckets import Gradient, plan_buckets
 
 TIMEOUT_S = 1.5
 # For errors that come before the limit, however late the other ranks are on a busy machine.
-LONG_TIMEOUT_S = 5.0
+LONG_TIMEOUT_S = 3.0
 ONES = np.ones(5000, np.float32)
 
 

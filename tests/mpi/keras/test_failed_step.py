@@ -17,7 +17,7 @@ from hvpipe.keras.ops import library
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
 
-LATE_S = 5.0
+LATE_S = 2.5
 ONES = np.ones(1000, np.float32)
 
 

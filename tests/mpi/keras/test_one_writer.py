@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import hvpipe
 from training import (
+    again,
     assert_same_bits,
     assert_same_on_all_ranks,
     compiled,
@@ -19,6 +20,7 @@ from training import (
     my_batches,
     parallel,
     state_of,
+    usual,
 )
 
 
@@ -108,7 +110,7 @@ def test_training_resumes_from_the_backup_of_one_rank(folder: Path) -> None:
 
 def test_resuming_by_hand_from_weights_that_rank_0_loaded(folder: Path) -> None:
     """Follows the example in docs/checkpoints.md."""
-    model = parallel(compiled())
+    model = again(usual, "step")
     fit(model, my_batches(3), epochs=2)
     if hvpipe.rank() == 0:
         model.save_weights(folder / "last.weights.h5")

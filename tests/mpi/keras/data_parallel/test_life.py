@@ -47,7 +47,7 @@ def test_compiled_after_data_parallel() -> None:
     model = parallel(mlp())
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss=loss())
     fit(model, my_batches(3))
-    reference = parallel(compiled())
+    reference = again(usual, "step")
     fit(reference, my_batches(3))
     assert_same_bits(state_of(model), state_of(reference))
 
@@ -70,7 +70,7 @@ def test_changing_the_overlap_between_fits() -> None:
     for overlap in ("backward", "step", "none"):
         assert parallel(model, overlap) is model
         fit(model, my_batches(3))
-    linear = parallel(compiled(), "none")
+    linear = again(usual, "none")
     for _ in range(4):
         fit(linear, my_batches(3))
     assert_same_bits(state_of(model), state_of(linear))

@@ -172,7 +172,7 @@ def test_return_dict_may_be_a_positional_argument() -> None:
 
 def test_metrics_with_a_value_for_each_class() -> None:
     """Each value is the mean over ranks, weighted by samples."""
-    rank, size = hvpipe.rank(), hvpipe.size()
+    size = hvpipe.size()
     model = compiled(mlp, loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
     x, y = own_samples()
     y = keras.utils.to_categorical(y, CLASSES)
@@ -181,7 +181,6 @@ def test_metrics_with_a_value_for_each_class() -> None:
     everyone = np.array(hvpipe.allgather_object(own))
     np.testing.assert_allclose(found, np.average(everyone, 0, weights=[5 + 3 * r for r in range(size)]))
     assert found.shape == (CLASSES,)
-    assert len(everyone) == size > rank
     history = fit(model, x, y=y, batch_size=len(x), epochs=2)
     assert_same_on_all_ranks(history["f1_score"])
 

@@ -184,7 +184,6 @@ CASES = {
     "sequential_unbuilt": Case(unbuilt_sequential),
     "own_train_step": Case(OwnStep),
     "no_call": Case(NoCall, {"loss": None}),
-    "unused_steps_per_execution": Case(WithUnused, {"steps_per_execution": 5}),
     "unused_in_compiled_step": Case(CompiledStep),
     "unused_eager": Case(WithUnused, {"run_eagerly": True}),
     "half_precision_overflow": Case(half_precision, optimizer=overflowing),
@@ -193,7 +192,7 @@ CASES = {
 
 
 OLDER_TENSORFLOW = (
-    *("embedding_inputs_outputs", "frozen_and_normalised", "unused_variables", "own_train_step", "no_call"),
+    *("embedding_inputs_outputs", "no_call"),
     *("unused_in_compiled_step", "half_precision_overflow"),
 )
 # Each of these differs in what an overlap must find out: which variables have gradients, when, and by whose

@@ -76,20 +76,9 @@ def branches() -> keras.Model:
     return keras.Model(inputs, layers.Dense(3)(Branches()(x)))
 
 
-def counts_in_branch() -> keras.Model:
-    return with_counts("branch")
-
-
-def counts_in_loop() -> keras.Model:
-    return with_counts("loop")
-
-
-def counts_in_function() -> keras.Model:
-    return with_counts("function")
-
-
-def with_counts(how: str) -> keras.Model:
-    return keras.Sequential([keras.Input((6,)), layers.Dense(4), Counted(how), layers.Dense(3)])
+def counts() -> keras.Model:
+    counted = [Counted(how) for how in ("branch", "loop", "function")]
+    return keras.Sequential([keras.Input((6,)), layers.Dense(4), *counted, layers.Dense(3)])
 
 
 class Forgetful(layers.SimpleRNNCell):
@@ -108,15 +97,7 @@ def random_steps() -> keras.Model:
     return keras.Model(inputs, layers.Dense(3)(layers.RNN(Forgetful(4))(inputs)))
 
 
-BUILDS = [
-    convolutions,
-    tokens,
-    branches,
-    counts_in_branch,
-    counts_in_loop,
-    counts_in_function,
-    random_steps,
-]
+BUILDS = [convolutions, tokens, branches, counts, random_steps]
 
 
 def values(model: keras.Model) -> Any:

@@ -62,7 +62,6 @@ def test_tensors_on_devices_and_through_the_host_train_alike(
         np.testing.assert_array_equal(there.weights[number], value, err_msg=str(number))
 
 
-@pytest.mark.every_size
 def test_half_types_and_open_shapes(sent: list[Any]) -> None:
     """Stages exchange bfloat16, and sequences whose length the model leaves open."""
     keras.utils.set_random_seed(5)

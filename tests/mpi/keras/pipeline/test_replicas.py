@@ -212,6 +212,8 @@ def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
         np.testing.assert_allclose(value, reference[number], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.three_suffice
+@pytest.mark.every_size
 def test_replicas_that_drift_apart_are_noticed() -> None:
     """One rank changes a weight of a stage that it shares with others, after the third step."""
     size = hvpipe.size()

@@ -167,6 +167,14 @@ def test_a_function_in_a_file(nets: str) -> None:
     assert hk.measure(lambda: model, batch, repeats=1).batch_size == 4
 
 
+def test_the_model_of_the_example() -> None:
+    example = Path(__file__).parents[4] / "examples" / "train_pipeline.py"
+    model, (batch,) = load_model_and_batch(task(f"{example}:default_gpt"))
+    assert (model.name, len(batch)) == ("gpt", 4)
+    assert np.isfinite(model(batch)).all()
+    assert len(layer_graph(model).calls) > 10
+
+
 def test_a_function_that_brings_its_batch(nets: str) -> None:
     model, batch = load_model_and_batch(task(f"{nets}:with_batch", microbatch=None))
     assert hk.measure(lambda: model, np.asarray(batch), repeats=1).batch_size == 3
