@@ -72,11 +72,7 @@ OF_BITS = (
     *(f"{DATA_PARALLEL}/test_{name}.py" for name in ("stale", "finished_weights")),
 )
 OTHER_THAN_BITS = tuple(name for name in OTHER_KERAS if name not in OF_BITS)
-ON_ONE = (
-    f"{KERAS}/collectives",
-    *(f"{DATA_PARALLEL}/test_{name}.py" for name in ("exact", "whole_batch", "ranks_equal")),
-    f"{KERAS}/pipeline/test_training.py",
-)
+ON_ONE = (*OTHER_KERAS, *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")))
 COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
 # These cases mostly wait for deadlines, so not every suite runs them.
 ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
@@ -97,7 +93,7 @@ TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
 
 # Two ranks run every Keras case (one process, where a case needs no peer). Cases whose result depends on the
-# number of ranks carry the mark `every_size` and run on 3 ranks too, some on 1. Those of collectives, and of
+# number of ranks carry the mark `every_size` and run on 1 and 3 ranks too. Those of collectives, and of
 # pipelines, which then have more stages, also run on 4, unless they are marked `three_suffice`.
 # tests/BEHAVIOURS.md says which case proves what.
 #

@@ -14,7 +14,7 @@ from tensorflow.python.eager import context
 
 from hvpipe.comm.settings import Settings
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions, _table_bytes
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
 from hvpipe.keras.data_parallel.overlap import OVERLAPS, NoOverlap
 from hvpipe.keras.data_parallel.shards import SampleCounter
@@ -280,3 +280,24 @@ def test_a_plan_is_removed_when_it_is_ended_or_forgotten(monkeypatch: Any) -> No
     del reducer
     gc.collect()
     assert engine.removed == [7]
+
+
+@pytest.mark.parametrize(
+    ("given", "on_device", "nccl", "ranks_here", "wanted"),
+    [
+        (7, True, True, 2, 7),
+        (None, False, False, 2, 1 << 20),
+        (None, True, False, 2, 1 << 20),  # its buckets go through the host anyway
+        (None, True, True, 2, 64 << 20),
+        (None, True, True, 4, None),  # on one host
+    ],
+)
+def test_from_which_size_on_a_table_sends_its_rows(
+    given: int | None, on_device: bool, nccl: bool, ranks_here: int, wanted: int | None
+) -> None:
+    made: Any = SimpleNamespace(
+        settings=SimpleNamespace(table_bytes=given),
+        engine=SimpleNamespace(nccl_connects_all=nccl),
+        world=SimpleNamespace(size=4, local_size=ranks_here),
+    )
+    assert _table_bytes(made, on_device) == wanted

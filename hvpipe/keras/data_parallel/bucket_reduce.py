@@ -315,8 +315,8 @@ def one_sample(gradients: Sequence[Any]) -> Any:
 
     It waits for a gradient. A train function that has reached the end of its data still runs ops that need no
     data, and must not announce a step then. The last variable's gradient is the first that backward computes.
-    Beside a gradient on a GPU, the op has its result in host memory; to copy one from the GPU would take until
-    the GPU has computed that gradient. TensorFlow would fold a constant, and move it to the host.
+    The op has its result in host memory, also beside a gradient on a GPU; to copy one from there would wait
+    until the GPU has computed that gradient. TensorFlow would fold a constant, and move it to the host.
     """
     with tf.control_dependencies([gradients[-1]]):
         return library().hvpipe_one()

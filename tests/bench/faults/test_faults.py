@@ -8,7 +8,7 @@ import pytest
 
 from bench.faults.cases import LIMIT_S, cases
 
-PLACES = {"memory": "flush", "clock": "reduce", "disk": "checkpoint", "link": "reduce"}
+PLACES = {"memory": "flush", "clock": "reduce", "disk": "checkpoint", "link": "reduce", "job": "checkpoint"}
 
 
 @pytest.mark.timeout(4 * LIMIT_S)

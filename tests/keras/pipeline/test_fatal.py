@@ -43,6 +43,10 @@ CASES = {
         "pipeline().fit(x, y, verbose=0, callbacks=[Raises()])",
         r"(?s)rank 1 of 2 on \S+ failed:\nTraceback.*ValueError: not on this rank",
     ),
+    "micro-batches that differ": (
+        "pipeline(2 + hvpipe.rank())",
+        r"ranks disagree.*2 micro-batches.*3 micro-batches|ranks disagree.*3 micro-batches.*2 micro-batches",
+    ),
     "batches that differ": (
         "pipeline().fit(x, y, batch_size=4 + hvpipe.rank(), verbose=0)",
         r"ranks disagree.*a batch of [45].*a batch of [45]",
@@ -50,6 +54,10 @@ CASES = {
     "data of replicas that end early on one rank": (
         "replicated().fit(x[: 8 - 4 * hvpipe.rank()], y[: 8 - 4 * hvpipe.rank()], batch_size=4, verbose=0)",
         r"ranks disagree.*end of epoch 1",
+    ),
+    "a plan that one rank cannot read": (
+        "hk.pipeline_parallel(build, __file__ if hvpipe.rank() == 1 else 'auto')",
+        r"(?s)rank 1 of 2 on \S+ failed:\nTraceback.*case.py, line \d+, column \d+: should be JSON",
     ),
 }
 

@@ -127,3 +127,10 @@ def test_the_others_go_on(
     wanted = np.load(trained_alone / "alone.npz").values()
     for mine, theirs in zip(weights, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4)
+
+
+def test_too_few_ranks(tmp_path: Path) -> None:
+    result = job(tmp_path, "stages", "--min-np", "3", kill=(2, 7))
+    assert result.returncode == 69, result.describe()
+    assert "2 ranks are left, and --min-np asks for 3" in result.output, result.describe()
+    assert "goes on" not in result.output
