@@ -47,10 +47,10 @@ def _explain_cut(plan: Plan, profile: Profile, cluster: Cluster, placement: Plac
         + _numbers(profile, end, plan, cut)
     ]
     for other in (end - 1, end + 1):
-        where = f"after {profile.layers[other - 1].name}"
         if not left[1][0] < other < right[1][-1] + 1:
-            lines.append(f"{where}: leaves a stage without layers")
+            lines.append(f"a layer {'earlier' if other < end else 'later'}: leaves a stage without layers")
             continue
+        where = f"after {profile.layers[other - 1].name}"
         moved: Placement = [
             *placement[: cut - 1],
             (left[0], range(left[1][0], other)),
@@ -71,8 +71,10 @@ def _numbers(profile: Profile, end: int, plan: Plan, cut: int) -> str:
 
 def _verdict(plan: Plan, there: Plan, cluster: Cluster, cut: int) -> str:
     """Say why the moved cut is worse, if it is: too little memory, or more time on its devices."""
+    # Chunks of a device do not all hold the most at the same time.
+    exceeded = "may be exceeded" if plan.pipelining.chunks > 1 else "exceeded"
     for device, missing_bytes in there.shortages(cluster).items():
-        return f" (memory of {device} exceeded by {missing_bytes / 1e6:.3g} MB)"
+        return f" (memory of {device} {exceeded} by {missing_bytes / 1e6:.3g} MB)"
     beside = [device for stage in plan.stages[cut - 1 : cut + 1] for device in stage.devices]
     slower_s = max(there.times_s[name] for name in beside) - max(plan.times_s[name] for name in beside)
     return f" (slower by {1e3 * slower_s:.3g} ms)" if slower_s > 0 else ""

@@ -139,11 +139,15 @@ def check_stages(
             f"recompute should name stages from 0 to {stages - 1}. Received: recompute={pipelining.recompute}"
         )
     chunks = pipelining.chunks
-    if chunks > 1 and (stages % chunks or stages // chunks > pipelining.microbatches):
+    if chunks > 1 and stages % chunks == 0 and stages // chunks > pipelining.microbatches:
         raise HvpipeError(
-            "With schedule='interleaved', stages should be a multiple of chunks, and at most "
-            f"{chunks} for each micro-batch: {chunks * pipelining.microbatches}. "
-            f"Received: stages={stages}, chunks={chunks}, microbatches={pipelining.microbatches}"
+            "With schedule='interleaved', microbatches should be at least the number of ranks, "
+            f"{stages // chunks}. Received: microbatches={pipelining.microbatches}"
+        )
+    if chunks > 1 and stages % chunks:
+        raise HvpipeError(
+            "With schedule='interleaved', stages should be a multiple of chunks. "
+            f"Received: stages={stages}, chunks={chunks}"
         )
     if chunks > 1 and stages > len(cluster.devices) * chunks:
         raise HvpipeError(

@@ -142,7 +142,8 @@ def _more_devices(profile: Profile, cluster: Cluster, pipelining: Pipelining) ->
         return _fits(profile, larger, devices * pipelining.chunks, _enough(pipelining, devices))
 
     if more := _least(min(now + 8, len(profile.layers) // pipelining.chunks - now), fits_with):
-        yield f"{_stages_on(now + more, pipelining)} on {more} more devices like {roomiest.name}"
+        devices_more = f"{more} more device{'s' if more > 1 else ''}"
+        yield f"{_stages_on(now + more, pipelining)} on {devices_more} like {roomiest.name}"
 
 
 def _least(most: int, fits: Callable[[int], bool]) -> int | None:

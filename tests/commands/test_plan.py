@@ -454,7 +454,7 @@ def test_the_fixed_cost_of_a_micro_batch_decides_their_number(
         (["--stages", "3"], "at most the number of devices, 2. Received: stages=3"),
         (
             ["--stages", "4", "--microbatches", "1", "--schedule", "interleaved"],
-            "at most 2 for each micro-batch: 2. Received: stages=4",
+            "at least the number of ranks, 2. Received: microbatches=1",
         ),
         (["--microbatches", "0"], "microbatches=0"),
         (["--schedule", "2f2b"], "schedule='2f2b'"),

@@ -318,7 +318,7 @@ def test_devices_without_a_limit_have_the_most_memory() -> None:
     layers = [LayerCost(name, 1, 1, weight_bytes=size) for name, size in (("a", 50), ("b", 1), ("c", 50))]
     profile = Profile.of(layers, [("a", "b"), ("b", "c")])
     cluster = Cluster((Host("h0", (Device("h0"),)), Host("h1", (Device("h1", 1.0, 10),))))
-    with pytest.raises(PlanError, match="fit with 3 stages on 1 more devices like h0"):
+    with pytest.raises(PlanError, match="fit with 3 stages on 1 more device like h0"):
         partition(profile, cluster, 2)
 
 
@@ -376,9 +376,7 @@ def test_a_bad_number_of_interleaved_stages_is_refused() -> None:
         partition(profile, cluster, 3, how)
     with pytest.raises(HvpipeError, match=r"at most 2 for each of 2 devices. Received: stages=6"):
         partition(profile, cluster, 6, replace(how, microbatches=3))
-    with pytest.raises(
-        HvpipeError, match=r"at most 2 for each micro-batch: 2. Received: stages=4, chunks=2, microbatches=1"
-    ):
+    with pytest.raises(HvpipeError, match=r"at least the number of ranks, 2. Received: microbatches=1"):
         partition(profile, cluster, 4, replace(how, microbatches=1))
     with pytest.raises(HvpipeError, match=r"number of layers, 1.*stages=2"):
         partition(chain(1), cluster, None, how)
@@ -515,13 +513,16 @@ def test_a_cut_of_interleaved_stages_is_explained_by_whole_devices() -> None:
     Regression: single stages were compared with the limit for all stages of a device.
     """
     profile, how = chain(*[3] * 6, weight_bytes=10), Pipelining("interleaved", 4, chunks=2)
-    for memory_bytes, verdict in ((None, "slower by 3e+03 ms"), (70, "memory of h1 exceeded by 1e-05 MB")):
+    for memory_bytes, verdict in (
+        (None, "slower by 3e+03 ms"),
+        (70, "memory of h1 may be exceeded by 1e-05 MB"),
+    ):
         cluster = equal_cluster(2, memory_bytes=memory_bytes)
         placement = [(("h0",), [0, 1]), (("h1",), [2]), (("h0",), [3]), (("h1",), [4, 5])]
         plan = Plan.of(profile, cluster, placement, how, "by hand")
         assert explain(plan, profile, cluster)[0] == (
             "cut 1 after b (h0 | h1): 0 MB, 6e+03 | 3e+03 ms; "
-            f"after a: 0 MB, 3e+03 | 6e+03 ms ({verdict}); after c: leaves a stage without layers"
+            f"after a: 0 MB, 3e+03 | 6e+03 ms ({verdict}); a layer later: leaves a stage without layers"
         )
 
 

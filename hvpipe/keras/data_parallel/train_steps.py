@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, tables_of
 from hvpipe.keras.data_parallel.compressed_reduce import check_compressible
 from hvpipe.keras.data_parallel.elastic import Elastic
@@ -29,6 +30,7 @@ from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, verify_equal
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.initial_state import build_state, start_equal, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
+from hvpipe.keras.variables import identity
 from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session
 
@@ -390,9 +392,15 @@ class TrainSteps:
             build_state(self.model, batch)
             return
         start_equal(self.session, self.model, batch)
-        self._hook_optimizer(self.model.trainable_variables)
+        self._hook_optimizer(self._expected_variables())
         self.ready = True
         self._times_prepared += 1
+
+    def _expected_variables(self) -> list[Any]:
+        """Return what the first step probably trains: the variables that the optimizer was built for."""
+        trainable = self.model.trainable_variables
+        known = set(map(identity, trained_variables(self.model.optimizer)))
+        return [v for v in trainable if identity(v) in known] or list(trainable)
 
     def _warms_up(self) -> bool:
         steps = self._steps_run if self._held is None else self._held[1]

@@ -36,9 +36,9 @@ def build_without_memory(session: Session, build_model: Callable[[], Any]) -> An
     lost = next((v for v in variables_of([model]) if any(v is other for other in assigned)), None)
     if lost is not None:
         raise HvpipeError(
-            "build_model gives its variables values (by load_weights, set_weights, weights=...) before they "
-            "have memory. Load them into the pipeline, by load(file), or pass the model itself instead of "
-            f"the function. Received: a value for {lost.path}"
+            "build_model gives its variables values (by adapt, load_weights, set_weights, weights=...) "
+            "before they have memory. Load them into the pipeline, by load(file), or pass the model itself "
+            f"instead of the function. Received: a value for {lost.path}"
         )
     return model
 

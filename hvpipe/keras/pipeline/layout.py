@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -74,7 +75,8 @@ class Layout:
         cuts = [cut.calls for cut in self.stages.cuts]
         everything = repr((graph.tensors, weights, cuts, schedule.actions, self.ranks))
         return (
-            f"pipeline_parallel with {len(self.stages.cuts)} stages of {len(graph.calls)} layer calls, "
+            f"pipeline_parallel with {len(self.stages.cuts)} stages of {len(graph.calls)} layer calls "
+            f"and {sum(math.prod(shape) for shapes in weights for shape in shapes):,} weights, "
             f"{schedule.microbatches} micro-batches, {schedule.name}, "
             f"checksum {crc32(everything.encode()):08x}"
         )

@@ -31,9 +31,9 @@ def check_same_optimizer(session: Session, optimizer: Any) -> None:
     everyone = session.engine.allgather_object(_settings(optimizer))
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
-        odd = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
-        if odd:
-            here, there = (f"{odd[0]}={of_rank.get(odd[0])}" for of_rank in (first, theirs))
+        odd = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+        if odd:  # the class comes first
+            here, there = (f"{odd[0]}={of_rank.get(odd[0], 'not a setting')}" for of_rank in (first, theirs))
             raise MismatchError(
                 "A pipeline needs the same optimizer on all ranks, or its stages would update differently. "
                 f"Received: {here} on rank 0 and {there} on rank {rank}"

@@ -139,6 +139,28 @@ def test_another_optimizer_may_be_a_distributed_one() -> None:
     assert_same_on_all_ranks(state_of(model))
 
 
+class TrainsItsHead(OwnStep):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        head = self.layers[-1].trainable_variables
+        with tf.GradientTape() as tape:
+            value = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        self.optimizer.apply(tape.gradient(value, head), head)
+        return {"loss": value}
+
+
+def test_an_optimizer_that_was_built_for_a_part_of_the_model() -> None:
+    """Regression: a KeyError of Keras. In a GAN each optimizer has a part."""
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = compiled(TrainsItsHead, keras.optimizers.Adam(0.01))
+        model.optimizer.build(model.layers[-1].trainable_variables)
+        fit(parallel(model, overlap), my_batches(STEPS))
+        return state_of(model)
+
+    assert_same_bits(trained("step"), trained("none"))
+
+
 class TellsRate(OwnStep):
     """Returns the learning rate in the logs, as some Keras examples do."""
 
