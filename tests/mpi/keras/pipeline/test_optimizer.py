@@ -193,7 +193,7 @@ def decaying(rate: float = 0.001) -> Any:
 
 OTHERS_THAN_ADAM = {
     lambda: adam(0.5): r"learning_rate=0.001\d* on rank 0 and learning_rate=0.5",
-    lambda: keras.optimizers.SGD(0.001): "optimizer=Adam|dampening|amsgrad",
+    lambda: keras.optimizers.SGD(0.001): "optimizer=Adam on rank 0 and optimizer=SGD",
 }
 
 
