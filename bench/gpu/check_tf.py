@@ -192,7 +192,7 @@ class Check:
             model.fit(data, steps_per_epoch=self._steps, verbose=0, callbacks=[note])
             steps = np.diff(times[self._steps // 4 :])
             middle = max(hvpipe.allgather_object(statistics.median(steps)))
-            how = (overlap or "alone") + ", jit_compile=True" * xla
+            how = "alone, jit_compile=True" if xla else overlap or "alone"
             self._rows.note(f"ResNet-50, 64 images of 96 px, {how}", f"{middle * 1e3:.1f} ms a step")
 
 

@@ -123,7 +123,6 @@ class Progress {
   void Adopt(const std::shared_ptr<Operation>& operation, std::unique_ptr<Collective> collective,
              std::uint64_t sequence);
   void EnterInline();
-  static Error CauseOf(const std::exception_ptr& interrupted, const std::string& what);
   void LeaveInline(bool work_remains);
   void TakeInbox();
   PassResult Pass();

@@ -12,6 +12,16 @@ namespace {
 constexpr double kInterruptCheckS = 0.05;
 constexpr int kBriefSpins = 1000;  // looks at the peers, some 30 ns each
 
+Error CauseOf(const std::exception_ptr& interrupted, const std::string& what) {
+  try {
+    std::rethrow_exception(interrupted);
+  } catch (const Error& error) {
+    return error;
+  } catch (...) {  // such as Ctrl-C
+    return Error("Interrupted during: " + what, ErrorKind::kUsage);
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<Progress::Outcome> Progress::Watch(Operation& operation) {
@@ -147,16 +157,6 @@ void Progress::Drive(const Operation& operation, const Outcome& outcome, std::un
     std::rethrow_exception(interrupted);
   }
   if (outcome.error) throw *outcome.error;
-}
-
-Error Progress::CauseOf(const std::exception_ptr& interrupted, const std::string& what) {
-  try {
-    std::rethrow_exception(interrupted);
-  } catch (const Error& error) {
-    return error;
-  } catch (...) {  // such as Ctrl-C
-    return Error("Interrupted during: " + what, ErrorKind::kUsage);
-  }
 }
 
 void Progress::EnterInline() {

@@ -130,8 +130,8 @@ void BindCollectives(EngineClass& engine) {
   engine
       .def("all_reduce", &AllReduceInto, nb::arg("array"), nb::arg("out").noconvert(), nb::arg("dtype"),
            nb::arg("scale"), nb::arg("what"))
-      .def("all_reduce_in_place", &AllReduceInPlace, nb::arg("array").noconvert(), nb::arg("dtype"),
-           nb::arg("scale"), nb::arg("what"))
+      .def("all_reduce_in_place", &AllReduceInPlace, nb::arg("array"), nb::arg("dtype"), nb::arg("scale"),
+           nb::arg("what"))
       .def("broadcast", &Broadcast, nb::arg("array").noconvert(), nb::arg("root"), nb::arg("what"))
       .def("all_gather", &AllGather, nb::arg("array"), nb::arg("out").noconvert(), nb::arg("what"))
       .def("agree", &Agree, nb::arg("what"), nb::arg("samples") = 0.0)

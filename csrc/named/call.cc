@@ -39,6 +39,10 @@ std::int64_t TensorSpec::row_elements() const {
 
 std::int64_t TensorSpec::elements() const { return rows() * row_elements(); }
 
+std::size_t TensorSpec::BytesOfRows(std::int64_t count) const {
+  return static_cast<std::size_t>(count * row_elements()) * SizeOf(type);
+}
+
 std::string TensorSpec::Described() const {
   std::string text = std::string(NameOf(type)) + "[";
   for (std::size_t axis = 0; axis < shape.size(); ++axis) {

@@ -52,6 +52,8 @@ struct TensorSpec {
   std::int64_t rows() const { return shape.empty() ? 1 : shape.front(); }
   std::int64_t row_elements() const;  // the product of all axes but the first
   std::int64_t elements() const;
+  std::size_t BytesOfRows(std::int64_t count) const;
+  std::size_t bytes() const { return BytesOfRows(rows()); }
   std::string Described() const;  // such as "float32[2, 3]"
 };
 

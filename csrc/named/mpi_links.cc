@@ -92,7 +92,7 @@ class MpiSetLinks : public SetLinks {
   void AllGather(const void* mine, void* all, const std::vector<std::int64_t>& rows,
                  const TensorSpec& tensor) override {
     const auto place = static_cast<std::size_t>(place_);
-    const std::size_t row_bytes = static_cast<std::size_t>(tensor.row_elements()) * SizeOf(tensor.type);
+    const std::size_t row_bytes = tensor.BytesOfRows(1);
     const std::int64_t all_rows = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
     if (std::max(all_rows, tensor.row_elements()) > kMostAtOnce)
       return AllGatherByRank(mine, static_cast<char*>(all), rows, row_bytes);

@@ -28,16 +28,12 @@ constexpr double kGraceS = 10;             // for rank 0, which ends calls that 
 constexpr double kLookS = 0.1;             // between two looks for long waits
 constexpr double kIdleNapS = 2e-3;         // rank 0, if no call is under way anywhere
 
-double BytesOf(const TensorSpec& tensor) {
-  return static_cast<double>(tensor.elements()) * static_cast<double>(SizeOf(tensor.type));
-}
-
 // All bytes that a collective moves between the ranks, of which this rank may have none.
 double BytesOf(const Response& response, const Call* call, int ranks) {
   if (call == nullptr && response.example.empty()) return 0;
   const Request& request = response.example.empty() ? call->request : response.example.front();
   double bytes = 0;
-  for (const TensorSpec& tensor : request.tensors) bytes += BytesOf(tensor);
+  for (const TensorSpec& tensor : request.tensors) bytes += static_cast<double>(tensor.bytes());
   bytes *= ranks;
   const bool ragged = response.kind == Kind::kAllgather || response.kind == Kind::kAlltoall;
   if (!ragged || request.tensors.empty()) return bytes;
@@ -45,8 +41,7 @@ double BytesOf(const Response& response, const Call* call, int ranks) {
   const std::size_t rows_of_each = response.extents.size() / request.tensors.size();
   for (std::size_t i = 0; i < response.extents.size(); ++i) {
     const TensorSpec& tensor = request.tensors[i / std::max<std::size_t>(rows_of_each, 1)];
-    received += static_cast<double>(response.extents[i]) * static_cast<double>(tensor.row_elements()) *
-                static_cast<double>(SizeOf(tensor.type));
+    received += static_cast<double>(tensor.BytesOfRows(response.extents[i]));
   }
   return std::max(bytes, response.kind == Kind::kAllgather ? received : received * ranks);
 }

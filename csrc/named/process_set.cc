@@ -17,10 +17,6 @@ int PlaceIn(const std::vector<int>& ranks, int rank) {
   return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
 }
 
-std::size_t BytesOf(const TensorSpec& tensor) {
-  return static_cast<std::size_t>(tensor.elements()) * SizeOf(tensor.type);
-}
-
 void CopyBytes(void* to, const void* from, std::size_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
 }
@@ -93,7 +89,7 @@ void ProcessSet::Allreduce(const Call& call) const {
   for (const auto& [type, members] : ByType(request.tensors)) {
     if (members.size() == 1 || size() == 1 || request.op == ReduceOp::kAdasum) {
       for (const std::size_t i : members) {
-        CopyBytes(outputs[i], call.inputs[i], BytesOf(request.tensors[i]));
+        CopyBytes(outputs[i], call.inputs[i], request.tensors[i].bytes());
         ReduceInPlace(outputs[i], type, request.tensors[i].elements(), request);
       }
       continue;
@@ -103,14 +99,14 @@ void ProcessSet::Allreduce(const Call& call) const {
     const std::unique_ptr<char[]> fused(new char[static_cast<std::size_t>(count) * SizeOf(type) + 1]);
     char* at = fused.get();
     for (const std::size_t i : members) {
-      CopyBytes(at, call.inputs[i], BytesOf(request.tensors[i]));
-      at += BytesOf(request.tensors[i]);
+      CopyBytes(at, call.inputs[i], request.tensors[i].bytes());
+      at += request.tensors[i].bytes();
     }
     ReduceInPlace(fused.get(), type, count, request);
     at = fused.get();
     for (const std::size_t i : members) {
-      CopyBytes(outputs[i], at, BytesOf(request.tensors[i]));
-      at += BytesOf(request.tensors[i]);
+      CopyBytes(outputs[i], at, request.tensors[i].bytes());
+      at += request.tensors[i].bytes();
     }
   }
 }
@@ -120,7 +116,7 @@ void ProcessSet::AllreduceZeros(const Request& example) const {
   call.request = example;
   std::vector<std::unique_ptr<char[]>> zeros;
   for (const TensorSpec& tensor : example.tensors) {
-    zeros.emplace_back(new char[BytesOf(tensor) + 1]());
+    zeros.emplace_back(new char[tensor.bytes() + 1]());
     call.inputs.push_back(zeros.back().get());
   }
   call.allocate = [&](int index, const Shape&) { return zeros[static_cast<std::size_t>(index)].get(); };
@@ -136,7 +132,7 @@ void ProcessSet::Allgather(const Call& call, const std::vector<std::int64_t>& ro
     void* const output = call.allocate(static_cast<int>(i), WithRows(tensor.shape, total));
     if (total * tensor.row_elements() == 0) continue;
     if (size() == 1) {
-      CopyBytes(output, call.inputs[i], BytesOf(tensor));
+      CopyBytes(output, call.inputs[i], tensor.bytes());
       continue;
     }
     links_->AllGather(call.inputs[i], output, mine, tensor);
@@ -148,8 +144,8 @@ void ProcessSet::Broadcast(const Call& call) const {
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     const TensorSpec& tensor = call.request.tensors[i];
     char* const output = static_cast<char*>(call.allocate(static_cast<int>(i), tensor.shape));
-    if (place_ == root) CopyBytes(output, call.inputs[i], BytesOf(tensor));
-    if (size() > 1) links_->Broadcast(output, BytesOf(tensor), root);
+    if (place_ == root) CopyBytes(output, call.inputs[i], tensor.bytes());
+    if (size() > 1) links_->Broadcast(output, tensor.bytes(), root);
   }
 }
 
@@ -160,10 +156,7 @@ void ProcessSet::Alltoall(const Call& call, const std::vector<std::int64_t>& rec
   auto* const counts_out = static_cast<std::int32_t*>(call.allocate(1, {size()}));
   for (std::size_t i = 0; i < received.size(); ++i) counts_out[i] = static_cast<std::int32_t>(received[i]);
   if (tensor.row_elements() == 0) return;
-  if (size() == 1) {
-    const auto elements = static_cast<std::size_t>(total * tensor.row_elements());
-    return CopyBytes(output, call.inputs.front(), elements * SizeOf(tensor.type));
-  }
+  if (size() == 1) return CopyBytes(output, call.inputs.front(), tensor.BytesOfRows(total));
   links_->AllToAll(call.inputs.front(), call.request.splits, output, received, tensor);
 }
 
@@ -182,13 +175,13 @@ void ProcessSet::Reducescatter(const Call& call) const {
     std::unique_ptr<char[]> scaled;
     const void* input = call.inputs[i];
     if (request.prescale != 1) {
-      scaled.reset(new char[BytesOf(tensor) + 1]);
-      CopyBytes(scaled.get(), input, BytesOf(tensor));
+      scaled.reset(new char[tensor.bytes() + 1]);
+      CopyBytes(scaled.get(), input, tensor.bytes());
       ScaleNumbers(scaled.get(), tensor.type, tensor.elements(), request.prescale);
       input = scaled.get();
     }
     if (size() == 1) {
-      CopyBytes(output, input, BytesOf(tensor));
+      CopyBytes(output, input, tensor.bytes());
     } else if (tensor.elements() > 0) {
       links_->ReduceScatter(input, output, counts, tensor.type, request.op);
     }

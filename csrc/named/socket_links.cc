@@ -194,8 +194,7 @@ class SocketSetLinks : public SetLinks {
 
   static std::vector<std::size_t> BytesOf(const std::vector<std::int64_t>& rows, const TensorSpec& tensor) {
     std::vector<std::size_t> bytes;
-    for (const std::int64_t each : rows)
-      bytes.push_back(static_cast<std::size_t>(each * tensor.row_elements()) * SizeOf(tensor.type));
+    for (const std::int64_t each : rows) bytes.push_back(tensor.BytesOfRows(each));
     return bytes;
   }
 

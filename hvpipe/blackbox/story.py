@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,18 +79,23 @@ def read_records(folder: Path) -> Records:
             f"DIR should have files of flight recorders (*{SUFFIX}). They are left by ranks that do not "
             f"end properly. Received: none in {folder}"
         )
-    newest, *others = sorted(starts, key=lambda start: (_changed_s(start), start.name), reverse=True)
+    newest, *others = newest_first(starts)
     found = _of_start(newest)
     if not found.running:
         return found
     return replace(found, ended=next((one for one in others if not _of_start(one).running), None))
 
 
-def _changed_s(folder: Path) -> float:
-    try:
-        return folder.stat().st_mtime
-    except OSError:  # it was removed meanwhile
-        return 0.0
+def newest_first(starts: Iterable[Path]) -> list[Path]:
+    """Return the folders of starts, the one that changed last first."""
+
+    def changed_s(folder: Path) -> float:
+        try:
+            return folder.stat().st_mtime
+        except OSError:  # it was removed meanwhile
+            return 0.0
+
+    return sorted(starts, key=lambda start: (changed_s(start), start.name), reverse=True)
 
 
 def _of_start(folder: Path) -> Records:

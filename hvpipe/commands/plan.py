@@ -105,8 +105,10 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     refused = {name: in_flags(why, options.batch_size is not None) for name, why in result.refused.items()}
     result = replace(result, refused=refused)
     # Files that are there stay as they are if this fails.
-    report = _json(to_json(result, explained=options.explain)) + "\n" if options.json else ""
-    report = report or _text(result, options, environ)
+    if options.json:
+        report = _json(to_json(result, explained=options.explain)) + "\n"
+    else:
+        report = _text(result, options, environ)
     if options.png is not None and is_pictured(result.chosen):
         draw_timeline(result.chosen.trace, options.png, title(result))
     elif options.png is not None:

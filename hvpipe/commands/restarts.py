@@ -182,7 +182,7 @@ class Restarting:
         new = self._records() - earlier if kept else set(folder.glob("flight*"))
         try:
             # Ranks that go on after a loss record in another folder.
-            newest = max(new, key=lambda place: (place.stat().st_mtime, place.name), default=None)
+            newest = next(iter(story.newest_first(new)), None)
             flights = story.read_records(newest).flights if newest else ()
         except (HvpipeError, OSError):
             return

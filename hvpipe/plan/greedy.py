@@ -82,7 +82,7 @@ def partition(
     best: Plan | None = None
     for count in reversed(counts):
         if best is not None and _least_step_s(spans, cluster, count // chunks, pipelining) > best.step_s:
-            break  # so it is with fewer stages
+            break  # fewer stages take longer still
         plan = fitting(profile, cluster, count, pipelining, spans)
         if plan is not None and (best is None or plan.step_s <= best.step_s):
             best = plan

@@ -369,8 +369,9 @@ class Cluster:
         measured = [_measured_link(row) for row in table.tables("link")] if table.has("link") else []
         with table.named_in_errors():
             rows = table.tables("rack") if table.has("rack") else []
-            racks = [rack for row in rows for rack in _racks(row)]
-            counted = {row.name("name"): _racks(row) for row in rows if row.has("count")}
+            made = [(row, _racks(row)) for row in rows]
+            racks = [rack for _, of_row in made for rack in of_row]
+            counted = {row.name("name"): of_row for row, of_row in made if row.has("count")}
             hosts = [host for row in table.tables("host") for host in _hosts(row, counted)]
             if any(row.has("count") for row in rows):  # the hosts of a rack side by side
                 number = {rack.name: number for number, rack in enumerate(racks)}

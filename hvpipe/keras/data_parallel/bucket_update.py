@@ -56,41 +56,43 @@ class BucketUpdate:
         Returns:
             A scalar for each bucket. It is computed once the bucket's update is done or skipped.
         """
+        return self._update_each(tokens, _where_submitted, lambda number: ())
+
+    def update_submitted(self, tokens: Sequence[Any]) -> list[Any]:
+        """Collect and update each bucket of this step; arguments and result as of `update_where_submitted`.
+
+        No token goes from a GPU to the host: that would wait for the backward, and keep all later operations.
+        """
+        after = functools.partial(self._reducer.collected_after, tokens=tokens)
+        return self._update_each(tokens, lambda token, update: update(), after)
+
+    def _update_each(
+        self,
+        tokens: Sequence[Any],
+        run: Callable[[Any, Callable[[], Any]], Any],
+        after: Callable[[int], Sequence[Any]],
+    ) -> list[Any]:
+        """Collect and update each bucket, or all at once; return a scalar for each bucket.
+
+        Args:
+            tokens: A token for each bucket.
+            run: Called with a token and an update, which it runs or skips.
+            after: `after(bucket)` returns the tensors that the collect of this bucket waits for.
+        """
         plan = self._reducer.plan
         done: list[Any] = [None] * len(plan.buckets)
         if not self._by_bucket:
             with tf.control_dependencies(tokens):
                 together = functools.partial(self._collect_and_update_all, tokens)
-                done = [_where_submitted(tokens[0], together)] * len(done)
+                done = [run(tokens[0], together)] * len(done)
             self._marks.keep(done[:1])
             return done
         for number, bucket in plan.by_need():
             update = functools.partial(self._collect_and_update, number, bucket, tokens[number])
-            done[number] = _where_submitted(tokens[number], update)
+            with tf.control_dependencies(after(number)):
+                done[number] = run(tokens[number], update)
         with tf.control_dependencies(tokens):
-            _where_submitted(tokens[0], self._count_step)
-        self._marks.keep(done)
-        return done
-
-    def update_submitted(self, tokens: Sequence[Any]) -> list[Any]:
-        """Collect and update each bucket of this step; return scalars that wait for the updates.
-
-        No token goes from a GPU to the host: that would wait for the backward, and keep all later operations.
-
-        Args:
-            tokens: From the submits, one for each bucket.
-        """
-        reducer = self._reducer
-        if self._by_bucket:
-            done = []
-            for number, bucket in reducer.plan.by_need():
-                with tf.control_dependencies(reducer.collected_after(number, tokens)):
-                    done.append(self._collect_and_update(number, bucket, tokens[number]))
-            with tf.control_dependencies(tokens):
-                self._count_step()
-        else:
-            with tf.control_dependencies(tokens):
-                done = [self._collect_and_update_all(tokens)]
+            run(tokens[0], self._count_step)
         self._marks.keep(done)
         return done
 
