@@ -397,14 +397,26 @@ DEVICE = (
     ),
     on_device(
         "a message is over before its copy",
-        "launch); });\n  AddArrival(operation, *on, nullptr, message->ended.get());",
+        "launch); });\n  AddArrival(operation, device, nullptr, ended);",
         "launch); });",
         MESSAGES,
     ),
     on_device(
         "a rank has several messages on its GPU at once",
-        "if (device.message_under_way) return false;",
+        "return !std::exchange(taken_, true);",
+        "return true;",
+        MESSAGES,
+    ),
+    on_device(
+        "a group sums what is not written yet",
+        "AddArrival(operation, *device_.device, nullptr, reduce->begun.get());",
         "",
+        ORDER,
+    ),
+    on_device(
+        "a group's sum takes the device before all ranks are ready",
+        "for (int other = 1; other < members->size(); ++other) {",
+        "for (int other = 1; other < 1; ++other) {",
         MESSAGES,
     ),
     on_device(

@@ -51,7 +51,7 @@ def check(engine: Engine, gpu: TorchGpu, sizes: Sizes, path: Path) -> bool:
     if hvpipe.size() == 1:
         parts += [verification.verify_faces, measurement.measure_packing, measurement.measure_sampler]
     else:
-        parts += [verification.verify_messages, measurement.measure_overlap]
+        parts += [verification.verify_messages, verification.verify_group_sums, measurement.measure_overlap]
     for part in [*parts, measurement.measure_all_reduce]:
         rows.part(part)
     return not rows.failed

@@ -90,6 +90,23 @@ class Verification:
             errors += [worst(self._gpu.get(out), terms) for out, terms in found]
         self._rows.verified("messages", errors, 0.0)
 
+    def verify_group_sums(self) -> None:
+        """Sum arrays of all sizes over all ranks, all at once, as the replicas of a pipeline's stage do."""
+        group = self._engine.add_group(range(hvpipe.size()))
+        for dtype in ("float32", "float64"):
+            sums = []
+            for count in filter(None, self._sizes.counts):
+                mine, terms = self._terms(count, dtype, count)
+                request = self._engine.post_group_reduce(group, count, dtype, "a group's sum")
+                self._engine.send_posted(request.number, mine)
+                sums.append((request, terms, self._poisoned(count, dtype)))
+            errors = []
+            for request, terms, out in sums:
+                request.wait()
+                self._engine.take_posted(request.number, out)
+                errors.append(worst(self._gpu.get(out), terms))
+            self._rows.verified(f"sum over a group, {dtype}", errors, TOLERANCE[dtype])
+
     def verify_steps(self) -> None:
         """Verify three steps of buckets of many tensors, one misaligned, with and without compression."""
         counts = [self._sizes.largest, 1, 3, 1000, 4097, *[5] * 300]

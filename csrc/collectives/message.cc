@@ -38,7 +38,8 @@ bool MessageSend::Step() {
 }
 
 std::string MessageSend::Waiting() const {
-  return "rank " + std::to_string(options_.peer) + " to take " + Position(sent_, segments_);
+  return "rank " + std::to_string(transport_.RankInJob(options_.peer)) + " to take " +
+         Position(sent_, segments_);
 }
 
 MessageReceive::MessageReceive(Transport& transport, Counters& counters, void* data, std::size_t bytes,
@@ -68,7 +69,7 @@ bool MessageReceive::Step() {
 }
 
 std::string MessageReceive::Waiting() const {
-  return Position(received_, segments_) + " from rank " + std::to_string(options_.peer);
+  return Position(received_, segments_) + " from rank " + std::to_string(transport_.RankInJob(options_.peer));
 }
 
 }  // namespace hvpipe

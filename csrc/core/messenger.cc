@@ -107,16 +107,17 @@ void Messenger::WaitForRanks(const std::vector<int>& ranks, const Interrupt& int
   progress_.Run(operation, interrupt);
 }
 
+unsigned Messenger::NextCall(int group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (group < 0 || static_cast<std::size_t>(group) >= group_calls_.size()) {
+    throw Error("Unknown group. Received: group=" + std::to_string(group), ErrorKind::kUsage);
+  }
+  return group_calls_[static_cast<std::size_t>(group)]++;
+}
+
 void Messenger::GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
                                Done done) {
-  unsigned call = 0;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (group < 0 || static_cast<std::size_t>(group) >= group_calls_.size()) {
-      throw Error("Unknown group. Received: group=" + std::to_string(group), ErrorKind::kUsage);
-    }
-    call = group_calls_[static_cast<std::size_t>(group)]++;
-  }
+  const unsigned call = NextCall(group);
   Start(
       "reduce", what,
       [=](const Operation&) { return network_.MakeGroupAllReduce(group, call, data, count, dtype); }, nullptr,

@@ -41,6 +41,8 @@ class Messenger {
   void GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
                       Done done);
 
+  // The number of the group's next all-reduce, the same on all its ranks.
+  unsigned NextCall(int group);
   // For messages of device memory, which share the tags and the order of these messages.
   static std::shared_ptr<Operation> MakeOperation(const char* category, const std::string& what, Done done);
   // Check the peer and the tag.

@@ -8,24 +8,6 @@
 #include "device/nccl_messages.h"
 
 namespace hvpipe {
-namespace {
-
-// Add the copy between the device and host memory. Uploads and downloads have a stream each, and collectives
-// another.
-void AddCopy(Operation& operation, RankDevice& device, const std::shared_ptr<DeviceMessage>& message,
-             Device::Stream stream, std::function<void(Device& device)> copy) {
-  Device* const on = device.device.get();
-  if (message->begun) AddArrival(operation, *on, nullptr, message->begun.get());
-  const auto launch = [=] {
-    copy(*on);
-    on->Record(message->ended.get(), stream);
-    return true;
-  };
-  operation.AddStage([=](const Operation&) { return std::make_unique<DeviceLaunch>(launch); });
-  AddArrival(operation, *on, nullptr, message->ended.get());
-}
-
-}  // namespace
 
 // The operation counts as awaited while it is under way, so that the progress thread looks often for what
 // comes.
@@ -62,7 +44,7 @@ void DeviceMessenger::Send(int peer, int tag, const void* data, std::size_t byte
     }
     message->host_memory = device.host_pool.Take(bytes);
     const Device::Stream down = device.download_stream.get();
-    AddCopy(operation, device, message, down,
+    AddCopy(operation, *device.device, message->begun.get(), message->ended.get(), down,
             [=](Device& on) { on.CopyToHost(message->host_memory.get(), data, bytes, down); });
     operation.AddStage(
         [=](const Operation&) {
@@ -89,7 +71,7 @@ void DeviceMessenger::ReceiveInto(RankDevice& device, const std::shared_ptr<Devi
         },
         messenger_.OrderOf(false, message->options));
     const Device::Stream up = device.upload_stream.get();
-    AddCopy(operation, device, message, up,
+    AddCopy(operation, *device.device, message->begun.get(), message->ended.get(), up,
             [=](Device& on) { on.CopyFromHost(out, message->host_memory.get(), bytes, up); });
   });
 }
@@ -105,7 +87,17 @@ void DeviceMessenger::Receive(int peer, int tag, void* out, std::size_t bytes, c
 
 std::int64_t DeviceMessenger::PostSend(int peer, int tag, const std::string& what, Done done) {
   (void)messenger_.OptionsFor(peer, tag);
-  const std::int64_t number = posted_.Add({peer, tag, what, std::move(done), nullptr, 0});
+  return AddSend({peer, tag, what, std::move(done), nullptr, 0, nullptr});
+}
+
+std::int64_t DeviceMessenger::PostGroupReduce(int group, std::size_t count, DType dtype,
+                                              const std::string& what, Done done) {
+  auto reduce = std::make_shared<GroupReduce>(device_.get(), group, messenger_.NextCall(group), count, dtype);
+  return AddSend({0, 0, what, std::move(done), nullptr, 0, std::move(reduce)});
+}
+
+std::int64_t DeviceMessenger::AddSend(PostedMessage message) {
+  const std::int64_t number = posted_.Add(std::move(message));
   // Check only now: an error from here on reaches the message by EndPosted, one from before does not.
   if (const std::optional<Error> error = progress_.refusal()) {
     (void)posted_.Take(number);
@@ -119,7 +111,7 @@ std::int64_t DeviceMessenger::PostReceive(int peer, int tag, std::size_t bytes, 
   RankDevice& device = device_.get();
   const auto message = std::make_shared<DeviceMessage>(device, messenger_.OptionsFor(peer, tag), bytes);
   message->device_memory = device.device_pool.Take(bytes);
-  const std::int64_t number = posted_.Add({peer, tag, what, nullptr, message->device_memory, bytes});
+  const std::int64_t number = posted_.Add({peer, tag, what, nullptr, message->device_memory, bytes, nullptr});
   try {
     ReceiveInto(device, message, message->device_memory.get(), what, std::move(done));
   } catch (...) {
@@ -139,13 +131,41 @@ PostedMessage DeviceMessenger::TakeNumber(std::int64_t number, bool receives) {
 void DeviceMessenger::SendPosted(std::int64_t number, const void* data, std::size_t bytes,
                                  Device::Stream stream, std::shared_ptr<const void> held) {
   const PostedMessage posted = TakeNumber(number, false);
+  const Done done = [done = posted.done, held = std::move(held)](const Error* error) { done(error); };
   try {
-    Send(posted.peer, posted.tag, data, bytes, posted.what, stream,
-         [done = posted.done, held = std::move(held)](const Error* error) { done(error); });
+    if (posted.reduce) {
+      SendSummand(number, posted, data, bytes, stream, done);
+    } else {
+      Send(posted.peer, posted.tag, data, bytes, posted.what, stream, done);
+    }
   } catch (const std::exception& failure) {
     const Error error = ErrorOf(failure);
     posted.done(&error);
     throw error;
+  }
+}
+
+void DeviceMessenger::SendSummand(std::int64_t number, const PostedMessage& posted, const void* data,
+                                  std::size_t bytes, Device::Stream stream, Done done) {
+  RankDevice& device = device_.get();
+  const std::shared_ptr<GroupReduce>& reduce = posted.reduce;
+  device.CheckIsHere(data, bytes);
+  if (bytes != reduce->bytes()) {
+    throw Error("A sum should get an array of the size that was posted. Received: " + posted.what + " of " +
+                    std::to_string(reduce->bytes()) + " bytes, and an array of " + std::to_string(bytes),
+                ErrorKind::kUsage);
+  }
+  device.device->ScaleAndCast({{data, reduce->memory.get(), reduce->count}}, reduce->dtype, reduce->dtype,
+                              1.0, stream);
+  device.device->Record(reduce->begun.get(), stream);
+  posted_.AddAs(number, {0, 0, posted.what, nullptr, reduce->memory, bytes, nullptr});
+  try {
+    Enqueue(posted.what, std::move(done), [&](Operation& operation) {
+      GroupReducer(device, network_, counters_).AddStages(operation, reduce);
+    });
+  } catch (...) {
+    (void)posted_.Take(number);
+    throw;
   }
 }
 

@@ -1,5 +1,5 @@
-// Messages of device memory between two ranks: by NCCL if it connects all ranks, else through host memory and
-// MPI.
+// Messages of device memory between two ranks, and sums among some: by NCCL if it connects all ranks, else
+// through host memory and MPI.
 #pragma once
 
 #include <cstddef>
@@ -43,6 +43,9 @@ class DeviceMessenger {
   // PostReceive, into memory of the engine, then, after `done`, TakePosted.
   std::int64_t PostReceive(int peer, int tag, std::size_t bytes, const std::string& what, Done done);
   void TakePosted(std::int64_t number, void* out, std::size_t count, DType dtype, Device::Stream stream);
+  // The sum of an array over the ranks of a group (see Messenger::AddGroup), which all call this in the same
+  // order. PostGroupReduce, then SendPosted, which copies the array, then, after `done`, TakePosted.
+  std::int64_t PostGroupReduce(int group, std::size_t count, DType dtype, const std::string& what, Done done);
 
   // End all posted sends with an error.
   void EndPosted(const Error& error) { posted_.EndSends(error); }
@@ -53,6 +56,9 @@ class DeviceMessenger {
   void Enqueue(const std::string& what, Done done, const AddStages& add_stages);
   void ReceiveInto(RankDevice& device, const std::shared_ptr<DeviceMessage>& message, void* out,
                    const std::string& what, Done done);
+  std::int64_t AddSend(PostedMessage message);
+  void SendSummand(std::int64_t number, const PostedMessage& posted, const void* data, std::size_t bytes,
+                   Device::Stream stream, Done done);
   PostedMessage TakeNumber(std::int64_t number, bool receives);
 
   Progress& progress_;

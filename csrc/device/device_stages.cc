@@ -15,6 +15,18 @@ std::string DeviceArrival::Waiting() const {
          (ranks_ != nullptr ? " (NCCL waits for all " + std::to_string(ranks_->size()) + " ranks)" : "");
 }
 
+void AddCopy(Operation& operation, Device& device, Device::Event begun, Device::Event ended,
+             Device::Stream stream, std::function<void(Device& device)> copy) {
+  if (begun != nullptr) AddArrival(operation, device, nullptr, begun);
+  const auto launch = [=, on = &device] {
+    copy(*on);
+    on->Record(ended, stream);
+    return true;
+  };
+  operation.AddStage([=](const Operation&) { return std::make_unique<DeviceLaunch>(launch); });
+  AddArrival(operation, device, nullptr, ended);
+}
+
 void AddArrival(Operation& operation, Device& device, NcclCommunicator* ranks, Device::Event event) {
   operation.AddStage([&device, ranks, event](const Operation&) {
     return std::make_unique<DeviceArrival>(device, ranks, event);

@@ -50,6 +50,11 @@ class DeviceArrival : public Collective {
   bool done_ = false;
 };
 
+// Append a copy between the device and host memory on `stream`, which records `ended` behind it. It is
+// launched once the device has reached `begun` (null: at once), so it delays no other copy of the stream.
+void AddCopy(Operation& operation, Device& device, Device::Event begun, Device::Event ended,
+             Device::Stream stream, std::function<void(Device& device)> copy);
+
 // Append a stage that waits until the device has reached `event`. `ranks`: the communicator that the event
 // may have to wait for; null if none.
 void AddArrival(Operation& operation, Device& device, NcclCommunicator* ranks, Device::Event event);

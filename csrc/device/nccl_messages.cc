@@ -33,16 +33,15 @@ bool TakeDevice(RankDevice& device, int rank, PeerChannel& channel, DeviceMessag
                     " bytes, rank " + std::to_string(rank) + " expects " + std::to_string(message.bytes),
                 ErrorKind::kMismatch);
   }
-  if (device.message_under_way) return false;
+  const bool next = message.numbers || handshake.number == channel.launched;
+  if (!next || !device.Take()) return false;
   if (message.numbers) {
     const CurrentDevice current(*device.device);
     if (channel.numbered == 0) channel.id = device.library->NewId();
     handshake.number = channel.numbered++;
     handshake.id = channel.id;
-  } else if (handshake.number != channel.launched) {
-    return false;
   }
-  return device.message_under_way = true;
+  return true;
 }
 
 // Returns whether NCCL has launched the message.
@@ -145,7 +144,7 @@ void NcclMessages::AddTransfer(Operation& operation, const std::shared_ptr<Devic
   });
   operation.AddStage([=](const Operation&) {
     return std::make_unique<DeviceLaunch>([=] {
-      device->message_under_way = false;
+      device->Release();
       return true;
     });
   });

@@ -16,12 +16,13 @@ namespace hvpipe {
 // Adds the stages of a message to its operation. Has no state of its own, so make one wherever it is needed;
 // any thread may. The stages run on the driving thread.
 //
-// A rank has one message at a time on its device: from taking the device until the message has arrived. Of
-// two ranks, the lower one takes its device first. So a rank that waits for a device waits for a message that
-// makes progress, or for the device of a higher rank. Messages take a device only when their data exist and
-// there is memory for them. Therefore no messages wait for each other in a circle, in whatever order they
-// come and however few streams make progress at once, and nothing on a device waits for something that a rank
-// has yet to compute. NCCL's user guide requires this of programs that use several communicators on a device.
+// A rank has one message, or one sum of a group (see GroupReducer), at a time on its device: from taking the
+// device until the message has arrived. Of two ranks, the lower one takes its device first. So a rank that
+// waits for a device waits for a message that makes progress, or for the device of a higher rank. Messages
+// take a device only when their data exist and there is memory for them. Therefore no messages wait for each
+// other in a circle, in whatever order they come and however few streams make progress at once, and nothing
+// on a device waits for something that a rank has yet to compute. NCCL's user guide requires this of programs
+// that use several communicators on a device.
 //
 //   lower    sends: hears that the  | takes the device, tells the number | NCCL
 //   higher   receiver is ready      | hears it, takes the device         | NCCL

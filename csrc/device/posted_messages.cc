@@ -13,6 +13,11 @@ std::int64_t PostedMessages::Add(PostedMessage message) {
   return number;
 }
 
+void PostedMessages::AddAs(std::int64_t number, PostedMessage message) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  messages_[number] = std::move(message);
+}
+
 std::optional<PostedMessage> PostedMessages::Take(std::int64_t number) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = messages_.find(number);

@@ -1,4 +1,4 @@
-// Messages that were announced before their arrays exist.
+// Messages and sums of groups that were announced before their arrays exist.
 #pragma once
 
 #include <cstddef>
@@ -10,15 +10,17 @@
 #include <string>
 
 #include "core/operation.h"
+#include "device/group_reduce.h"
 
 namespace hvpipe {
 
 struct PostedMessage {
   int peer, tag;
   std::string what;
-  Done done;                     // of a send; a receive has an operation of its own that calls `done`
-  std::shared_ptr<void> memory;  // of a receive
-  std::size_t bytes;             // of a receive
+  Done done;                            // of a send; a receive has an operation of its own that calls `done`
+  std::shared_ptr<void> memory;         // of a receive
+  std::size_t bytes;                    // of a receive
+  std::shared_ptr<GroupReduce> reduce;  // of a sum, which is sent, then received
 
   bool receives() const { return memory != nullptr; }
 };
@@ -29,6 +31,8 @@ struct PostedMessage {
 class PostedMessages {
  public:
   std::int64_t Add(PostedMessage message);
+  // Add a message under a number that was taken.
+  void AddAs(std::int64_t number, PostedMessage message);
   // Remove and return a message; empty if no message has this number.
   std::optional<PostedMessage> Take(std::int64_t number);
   // Remove all sends and call their `done`. Their arrays will not come.

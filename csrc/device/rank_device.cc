@@ -38,10 +38,15 @@ void RankDevice::CheckIsHere(const void* array, std::size_t count) const {
 
 PeerChannel& RankDevice::ChannelTo(int peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return channels_[peer];
+  return peers_[peer];
 }
 
-void RankDevice::Connect(PeerChannel& channel, std::unique_ptr<NcclCommunicator> communicator) {
+Channel& RankDevice::ChannelOf(int group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return groups_[group];
+}
+
+void RankDevice::Connect(Channel& channel, std::unique_ptr<NcclCommunicator> communicator) {
   const std::lock_guard<std::mutex> lock(mutex_);
   channel.ranks = std::move(communicator);
 }
@@ -54,7 +59,10 @@ std::vector<NcclCommunicator*> RankDevice::Communicators() const {
 std::vector<NcclCommunicator*> RankDevice::CommunicatorsLocked() const {
   std::vector<NcclCommunicator*> all;
   if (ranks) all.push_back(ranks.get());
-  for (const auto& [peer, channel] : channels_) {
+  for (const auto& [peer, channel] : peers_) {
+    if (channel.ranks) all.push_back(channel.ranks.get());
+  }
+  for (const auto& [group, channel] : groups_) {
     if (channel.ranks) all.push_back(channel.ranks.get());
   }
   return all;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/transport.h"
@@ -29,18 +30,22 @@ struct DeviceOptions {
   NcclSpan span = NcclSpan::kWorld;
 };
 
-// The NCCL communicator of this rank and one peer, for messages. The lower rank creates its address, and
-// numbers the messages of both directions. Driving thread only.
-struct PeerChannel {
+// An NCCL communicator of this rank and some others. Driving thread only.
+struct Channel {
+  std::unique_ptr<NcclCommunicator> ranks;  // made when it is first used
+};
+
+// Of this rank and one peer, for messages. The lower rank creates its address, and numbers the messages of
+// both directions.
+struct PeerChannel : Channel {
   nccl::UniqueId id{};
-  std::unique_ptr<NcclCommunicator> ranks;   // made with the first message
   std::uint64_t numbered = 0, launched = 0;  // messages
 };
 
 // What a rank owns on its device.
 //
 // Threads: after UseDevice nothing public changes, except for the objects that the driving thread uses:
-// `ranks`, `order`, and the peer channels. mutex_ guards the map of channels and the creation of their
+// `ranks`, `order`, and the channels. mutex_ guards the maps of channels and the creation of their
 // communicators, because Abort may come from any thread.
 class RankDevice {
  public:
@@ -64,7 +69,6 @@ class RankDevice {
   // Messages have streams of their own, so that collectives do not delay them, nor downloads delay uploads.
   // All uploads share one.
   OwnedHandle message_stream, download_stream, upload_stream;
-  bool message_under_way = false;  // by NCCL: at most one. Driving thread only.
   MemoryPool device_pool, host_pool;
   Transport* ready_signals = nullptr;  // from receivers to senders; null unless NCCL connects all ranks
 
@@ -77,7 +81,13 @@ class RankDevice {
   void CheckIsHere(const void* array, std::size_t count) const;
 
   PeerChannel& ChannelTo(int peer);
-  void Connect(PeerChannel& channel, std::unique_ptr<NcclCommunicator> ranks);
+  Channel& ChannelOf(int group);
+  void Connect(Channel& channel, std::unique_ptr<NcclCommunicator> ranks);
+
+  // Take the device for a message or a group's sum by NCCL, of which one at a time is under way. Returns
+  // whether it was free. Driving thread only.
+  bool Take() { return !std::exchange(taken_, true); }
+  void Release() { taken_ = false; }
 
   // Abort all communicators: after an error their kernels would occupy the device for ever.
   void Abort();
@@ -92,7 +102,9 @@ class RankDevice {
   std::vector<NcclCommunicator*> CommunicatorsLocked() const;  // with mutex_ held
 
   mutable std::mutex mutex_;
-  std::map<int, PeerChannel> channels_;  // by peer
+  std::map<int, PeerChannel> peers_;
+  std::map<int, Channel> groups_;  // by the number of Network
+  bool taken_ = false;
 };
 
 // Holds the rank's device from UseDevice on.

@@ -112,6 +112,15 @@ Request PostReceive(Engine& engine, std::size_t bytes, int peer, int tag, const 
   return request;
 }
 
+Request PostGroupReduce(Engine& engine, int group, std::size_t count, const std::string& dtype_name,
+                        const std::string& what) {
+  const DType dtype = ParseDType(dtype_name);
+  Request request(engine);
+  const nb::gil_scoped_release release;
+  request.number = engine.device_messages().PostGroupReduce(group, count, dtype, what, request.Callback());
+  return request;
+}
+
 // TensorFlow's kernels send and take posted messages. From Python, only tests do.
 void SendPosted(Engine& engine, std::int64_t number, const nb::object& array, Address data, std::size_t bytes,
                 Address stream) {
@@ -148,6 +157,8 @@ void BindMessages(nb::module_& module, EngineClass& engine) {
            nb::arg("peer"), nb::arg("tag"), nb::arg("what"), nb::arg("stream"))
       .def("post_send", &PostSend, nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
       .def("post_receive", &PostReceive, nb::arg("bytes"), nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
+      .def("post_group_reduce", &PostGroupReduce, nb::arg("group"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("what"))
       .def("send_posted", &SendPosted, nb::arg("number"), nb::arg("array"), nb::arg("address"),
            nb::arg("bytes"), nb::arg("stream"))
       .def("take_posted", &TakePosted, nb::arg("number"), nb::arg("address"), nb::arg("bytes"),

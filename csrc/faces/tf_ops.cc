@@ -477,7 +477,7 @@ class SendMessageOp : public tf::OpKernel {
   void Compute(tf::OpKernelContext* context) override {
     try {
       const auto held = std::make_shared<tf::Tensor>(context->input(1));
-      const tf::StringPiece bytes = held->tensor_data();
+      const auto bytes = held->tensor_data();
       EngineOrThrow()->device_messages().SendPosted(context->input(0).scalar<std::int64_t>()(), bytes.data(),
                                                     bytes.size(), ComputeStream<kOnGpu>(context), held);
     } catch (const std::exception& error) {

@@ -345,7 +345,7 @@ class Engine:
         """
         if is_device_array(array):
             found = self._on_device(array)
-            return self.core.send_device(array, *found.span, peer, tag, what, found.stream)
+            return self.core.send_device(array, *found.span, peer, tag, what, common_stream([found]))
         return self._core_for(what).send(as_bytes(host_array(array)), peer, tag, what)
 
     def receive(self, nbytes: int, peer: int, tag: int, what: str) -> Any:
@@ -362,7 +362,7 @@ class Engine:
         them.
         """
         found = check_writable(self._on_device(array))
-        return self.core.receive_device(array, *found.span, peer, tag, what, found.stream)
+        return self.core.receive_device(array, *found.span, peer, tag, what, common_stream([found]))
 
     def post_send(self, peer: int, tag: int, what: str) -> Any:
         """Reserve a message to rank `peer`; return a request.
@@ -392,6 +392,24 @@ class Engine:
         """
         core = self._core_for(what)
         return core.group_all_reduce(group, as_plain_dtype(array), reducible_dtype(array), what)
+
+    def post_group_reduce(self, group: int, count: int, dtype: str, what: str) -> Any:
+        """Reserve a sum over the ranks of a group, in the engine's own device memory; return a request.
+
+        TensorFlow passes an array of `count` elements later, under the request's `number`. After `wait()` it
+        takes the sum under the same number. The ranks of the group call this in the same order.
+        """
+        return self._core_for(what).post_group_reduce(group, count, dtype, what)
+
+    def send_posted(self, number: int, array: Any) -> None:
+        """Hand over the device array of what was posted, as TensorFlow's kernels do with tensors."""
+        found = self._on_device(array)
+        self.core.send_posted(number, array, *found.span, common_stream([found]))
+
+    def take_posted(self, number: int, array: Any) -> None:
+        """Write what has arrived into a device array, behind the work that the array's stream holds."""
+        found = check_writable(self._on_device(array))
+        self.core.take_posted(number, *found.span, found.dtype, common_stream([found]))
 
     def _core_for(self, what: str) -> Any:
         if self.core is None:

@@ -174,7 +174,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
             broadcast_model(model)
         channel = TensorChannel(session, device_of_messages(session))
         samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
-        shared = SharedVariables(session, layout)
+        shared = SharedVariables(session, layout, channel)
         undo = None
         if session.settings.elastic and layout.has_replicas:
             weights = {id(variable) for variable in weights_of(self._stage_layers)}

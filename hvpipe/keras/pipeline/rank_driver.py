@@ -111,6 +111,7 @@ class RankDriver:
                 context.shared,
                 self._coverage().variables,
                 context.checks,
+                context.channel,
                 together=context.undo is not None,
             )
         update = self._update

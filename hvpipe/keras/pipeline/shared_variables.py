@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
+import tensorflow as tf
 
 from hvpipe.keras.graph.deferred_build import variables_of, weights_of
 from hvpipe.keras.pipeline.layout import Layout
+from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.keras.seeds import own_seed, seeds_of
 from hvpipe.session import Session
 
@@ -21,11 +22,12 @@ class SharedVariables:
         holders: By the id of a variable that this rank shares with others: the world ranks that hold it,
             ascending.
         variables: These variables, in the order of the model.
-        groups: The engine's number of each such set of ranks.
+        groups: The channel's number of each such set of ranks.
     """
 
-    def __init__(self, session: Session, layout: Layout) -> None:
+    def __init__(self, session: Session, layout: Layout, channel: TensorChannel) -> None:
         self._session = session
+        self._channel = channel
         ranks_of: dict[int, set[int]] = {}
         variable_of: dict[int, Any] = {}
         for stage in range(len(layout.stages.cuts)):
@@ -43,12 +45,12 @@ class SharedVariables:
         self._statistics = [v for v in self.variables if id(v) not in weights]
         self._diverged = False
         # In one order on all ranks, so that they do not deadlock.
-        self.groups = {ranks: session.engine.add_group(ranks) for ranks in sorted(set(self.holders.values()))}
+        self.groups = {ranks: channel.add_group(ranks) for ranks in sorted(set(self.holders.values()))}
 
     def broadcast(self) -> None:
         """Give shared variables the values of their first holder."""
         rank = self._session.world.rank
-        self._sum(self.variables, lambda value, ranks: value if ranks[0] == rank else np.zeros_like(value))
+        self._sum(self.variables, lambda value, ranks: value if ranks[0] == rank else tf.zeros_like(value))
 
     def separate_seeds(self) -> None:
         """Let each holder of a seed generator draw its own random numbers; the first keeps the seed."""
@@ -67,7 +69,7 @@ class SharedVariables:
         float64, so a value that is equal on all ranks keeps its bits.
         """
         if self._diverged:
-            self._sum(self._statistics, lambda value, ranks: value.astype(np.float64) / len(ranks))
+            self._sum(self._statistics, lambda value, ranks: tf.cast(value, tf.float64) / len(ranks))
         self._diverged = False
 
     def _sum(self, variables: Sequence[Any], term: Callable[[Any, tuple[int, ...]], Any]) -> None:
@@ -75,17 +77,19 @@ class SharedVariables:
         in_flight = []
         for variable in _floating(variables):
             ranks = self.holders[id(variable)]
-            value = np.asarray(variable.numpy())
-            buffer = np.ascontiguousarray(term(value.astype(_dtype_of_sum(value.dtype)), ranks))
-            request = self._session.engine.group_allreduce(self.groups[ranks], buffer, variable.path)
-            in_flight.append((variable, value.dtype, buffer, request))
-        for variable, dtype, buffer, request in in_flight:
-            request.wait()
-            variable.assign(buffer.astype(dtype).reshape(variable.shape))
+            mine = term(tf.cast(variable.value, dtype_of_sum(variable)), ranks)
+            what = variable.path
+            in_flight.append(
+                (variable, self._channel.start_sum(self.groups[ranks], [mine], mine.dtype, what))
+            )
+        for variable, pending in in_flight:
+            (found,) = pending.wait()
+            variable.assign(tf.cast(found, variable.dtype))
 
 
-def _dtype_of_sum(dtype: Any) -> Any:
-    return np.float64 if dtype == np.float64 else np.float32
+def dtype_of_sum(variable: Any) -> Any:
+    """The dtype in which ranks sum a floating variable's values or gradients."""
+    return tf.float64 if variable.dtype == "float64" else tf.float32
 
 
 def _floating(variables: Iterable[Any]) -> Sequence[Any]:

@@ -1,13 +1,15 @@
 """Tensor channel between the ranks of a pipeline: sends never wait, receives are posted early.
 
-Activations and their gradients stay on the GPU if all ranks have one. Batches and integers go through host
-memory.
+Activations, their gradients, and sums of weights' gradients stay on the GPU if all ranks have one. Batches
+and integers go through host memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,12 @@ from hvpipe.session import Session
 _TAGS = 2_000
 _MOST_AXES = 8
 _DEVICE_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+# A group's first sums, of both sizes: NCCL allocates what it needs for each before TensorFlow fills the GPU.
+_FIRST_SUMS = (1 << 8, 1 << 22)
 
 
 class TensorChannel:
-    """Sends tensors to other ranks and receives tensors from them, by world rank.
+    """Sends tensors to other ranks and receives tensors from them, by world rank; sums them over groups.
 
     Both ends agree on the order: the n-th tensor that a rank sends to a peer is the n-th that this peer
     receives from it. If both ends know a tensor's shape, only its values travel. Otherwise a header with the
@@ -96,6 +100,39 @@ class TensorChannel:
         tag = self._next_tag(self._received, peer)
         return PendingTensor(self._engine, peer, tag, tf.as_dtype(dtype), shape, what, device, header)
 
+    def add_group(self, ranks: Sequence[int]) -> int:
+        """Make a group of ranks (ascending, with this one) and return its number; collective over them."""
+        group = self._engine.add_group(ranks)
+        if self._device is not None:
+            for count in _FIRST_SUMS:
+                self.start_sum(group, [tf.zeros(count)], tf.float32, "a group's first sums").wait()
+        return group
+
+    def start_sum(self, group: int, tensors: Sequence[Any], dtype: Any, what: str) -> PendingSum:
+        """Start to sum tensors over the ranks of a group; does not wait.
+
+        Args:
+            group: The number of `add_group`. Its ranks make the same calls in the same order.
+            tensors: Floating tensors, whose shapes are the same on all ranks.
+            dtype: The dtype to sum in: float32 or float64.
+            what: Describes the tensors in errors.
+        """
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if self._device is None:
+            vector = np.concatenate([np.asarray(t, dtype.as_numpy_dtype).reshape(-1) for t in tensors])
+            return PendingSum(self._engine.group_allreduce(group, vector, what), shapes, lambda: vector)
+        count = sum(map(math.prod, shapes))
+        request = self._engine.post_group_reduce(group, count, dtype.name, what)
+        with tf.device(self._device):
+            ops.send_message(
+                request.number, tf.concat([tf.reshape(tf.cast(t, dtype), [-1]) for t in tensors], 0)
+            )
+
+        def take() -> Any:
+            return ops.take_message(request.number, [count], dtype)
+
+        return PendingSum(request, shapes, take, self._device)
+
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
         while self._in_flight:
@@ -164,6 +201,32 @@ class PendingTensor:
         size_bytes = int(np.prod(shape, dtype=np.int64)) * int(self._dtype.size)
         post = self._engine.receive if self._device is None else self._engine.post_receive
         return post(size_bytes, self._peer, self._tag, self._what)
+
+
+class PendingSum:
+    """Sums over a group's ranks, on their way in one vector."""
+
+    def __init__(
+        self,
+        request: Any,
+        shapes: Sequence[tuple[int, ...]],
+        take: Callable[[], Any],
+        device: str | None = None,
+    ) -> None:
+        """`take` returns the vector once the request has ended, on `device` (None: in host memory)."""
+        self._request = request
+        self._shapes = shapes
+        self._take = take
+        self._device = device
+
+    def wait(self) -> list[Any]:
+        """Wait for the sums and return them, in the order of the tensors."""
+        self._request.wait()
+        ends = list(accumulate(map(math.prod, self._shapes)))
+        with tf.device(self._device or "CPU:0"):
+            vector = self._take()
+            parts = [vector[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+            return [tf.reshape(part, shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 def _header(tensor: Any, what: str) -> Any:

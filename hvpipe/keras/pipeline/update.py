@@ -16,8 +16,9 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.graph.stage import StageFunctions
 from hvpipe.keras.pipeline.optimizer_settings import clipping_optimizer
-from hvpipe.keras.pipeline.shared_variables import SharedVariables
+from hvpipe.keras.pipeline.shared_variables import SharedVariables, dtype_of_sum
 from hvpipe.keras.pipeline.step_checks import StepChecks
+from hvpipe.keras.pipeline.tensor_channel import PendingSum, TensorChannel
 from hvpipe.plan.buckets import cut_buckets, fitting_bytes
 from hvpipe.session import Session
 
@@ -28,8 +29,7 @@ class _Bucket:
 
     group: int
     members: list[int]
-    request: Any = None
-    buffer: Any = None
+    pending: PendingSum | None = None
 
 
 class PipelineUpdate:
@@ -47,6 +47,7 @@ class PipelineUpdate:
         shared: SharedVariables,
         with_gradient: Collection[int],
         checks: StepChecks,
+        channel: TensorChannel,
         *,
         together: bool = False,
     ) -> None:
@@ -61,11 +62,13 @@ class PipelineUpdate:
             shared: The variables that several ranks hold.
             with_gradient: The ids of variables that get a gradient on any rank.
             checks: Says whether gradients must be finite.
+            channel: Sums gradients over the ranks that share them.
             together: Whether no rank updates its weights before all ranks can. If a rank is lost within a
                 step, then all others are still at the step before.
         """
         self._session = session
         self._checks = checks
+        self._channel = channel
         self._together = together
         self._optimizer = optimizer
         self._functions = functions
@@ -134,31 +137,23 @@ class PipelineUpdate:
                 if not needed <= self._done:
                     # Later buckets wait too, because all ranks of a group must sum in the same order.
                     break
-                if bucket.request is None:
+                if bucket.pending is None:
                     self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
-        dtype = np.result_type(*(_dtype_of_sum(self.variables[index]) for index in bucket.members))
-        gradients = [np.asarray(self._local_gradient(index), dtype) for index in bucket.members]
-        bucket.buffer = np.concatenate([g.reshape(-1) for g in gradients])
-        bucket.request = self._session.engine.group_allreduce(
-            bucket.group, bucket.buffer, f"gradients of {self.variables[bucket.members[0]].path}"
-        )
+        widest = max((dtype_of_sum(self.variables[index]) for index in bucket.members), key=lambda d: d.size)
+        gradients = [self._local_gradient(index) for index in bucket.members]
+        what = f"gradients of {self.variables[bucket.members[0]].path}"
+        bucket.pending = self._channel.start_sum(bucket.group, gradients, widest, what)
 
     def apply(self) -> None:
         """Update this rank's weights; all ranks together, because some updates depend on all gradients."""
         gradients: list[Any] = [None] * len(self.variables)
         for bucket in chain(*self._buckets):
-            bucket.request.wait()
-            bucket.request = None
-            start = 0
-            for index in bucket.members:
-                variable = self.variables[index]
-                end = start + int(np.prod(variable.shape))
-                found = bucket.buffer[start:end].reshape(variable.shape)
-                gradients[index] = tf.convert_to_tensor(found, _dtype_of_sum(variable))
-                start = end
-            bucket.buffer = None  # free the memory until the next step
+            assert bucket.pending is not None  # every stage has ended
+            for index, found in zip(bucket.members, bucket.pending.wait(), strict=True):
+                gradients[index] = tf.cast(found, dtype_of_sum(self.variables[index]))
+            bucket.pending = None  # free the memory until the next step
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 gradients[index] = self._local_gradient(index)
@@ -263,10 +258,6 @@ class PipelineUpdate:
                 optimizer.apply(found, self.variables)
 
         return tf.function(apply, autograph=False)
-
-
-def _dtype_of_sum(variable: Any) -> Any:
-    return np.float64 if variable.dtype == "float64" else np.float32
 
 
 @contextlib.contextmanager

@@ -1,10 +1,13 @@
-"""Device arrays sent from one rank to another, on a fake device and a fake NCCL (tests/support/native)."""
+"""Device arrays sent from one rank to another, and summed over groups.
+
+The device and NCCL are fakes (tests/support/native).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -115,6 +118,100 @@ def test_messages_between_all_reduces(engine: Engine) -> None:
     np.testing.assert_array_equal(total.values, np.full(3000, size, np.float32))
 
 
+def groups_of_neighbours(engine: Engine) -> dict[tuple[int, ...], int]:
+    """Make all groups of two neighbours, and one of all ranks. Return those with this rank."""
+    rank, size = hvpipe.rank(), hvpipe.size()
+    wanted = sorted({*((first, first + 1) for first in range(size - 1)), tuple(range(size))})
+    return {ranks: engine.add_group(ranks) for ranks in wanted if rank in ranks}
+
+
+def sum_over(
+    engine: Engine, group: int, array: OnDevice, out: OnDevice, what: str = "a group's sum"
+) -> Callable[[], None]:
+    """Start a group's sum. Return a function that waits for it."""
+    request = engine.post_group_reduce(group, len(array), "float32", what)
+    engine.send_posted(request.number, array)
+
+    def wait() -> None:
+        request.wait()
+        engine.take_posted(request.number, out)
+
+    return wait
+
+
+def test_groups_that_overlap_sum_between_messages(engine: Engine) -> None:
+    """Each rank is in three groups. All sums and messages are under way at once, and some ranks are late."""
+    rank, size, times = hvpipe.rank(), hvpipe.size(), 6
+    groups = groups_of_neighbours(engine)
+    pairs = [(other, tag) for other in range(size) if other != rank for tag in range(4)]
+    order = np.random.default_rng(rank)
+    messages = {pair: empty(len(sent_by(*pair))) for pair in pairs}
+    requests = [
+        engine.receive_on_device(out, other, tag, "a message") for (other, tag), out in messages.items()
+    ]
+    outs, waits = {}, []
+    for number in range(times):
+        for ranks in sorted(groups, key=lambda _: order.random()):
+            array = OnDevice(values_of(100 * number + rank, 3_001, "float32"))
+            outs[ranks, number] = empty(3_001)
+            waits.append(sum_over(engine, groups[ranks], array, outs[ranks, number]))
+        time.sleep(0.002 * order.random())
+        for other, tag in pairs[number::times]:
+            requests.append(engine.send(OnDevice(sent_by(rank, tag)), other, tag, "a message"))
+    for wait in reversed(waits):
+        wait()
+    for request in requests:
+        request.wait()
+    for pair, out in messages.items():
+        np.testing.assert_array_equal(out.values, sent_by(*pair))
+    for (ranks, number), out in outs.items():
+        wanted = sum(values_of(100 * number + member, 3_001, "float32") for member in ranks)
+        np.testing.assert_array_equal(out.values, wanted)
+
+
+def test_a_sum_takes_no_device_before_all_ranks_have_data(engine: Engine) -> None:
+    """Every rank but the first computes its summand from a message of the rank below."""
+    rank, size = hvpipe.rank(), hvpipe.size()
+    group = engine.add_group(range(size))
+    out, array = empty(5), OnDevice(np.ones(5, np.float32))
+    if rank > 0:
+        engine.receive_on_device(array, rank - 1, 0, "a message").wait()
+    wait = sum_over(engine, group, array, out)
+    if rank < size - 1:
+        time.sleep(0.02)  # the sum gets the device first, if it may
+        engine.send(array, rank + 1, 0, "a message").wait()
+    wait()
+    np.testing.assert_array_equal(out.values, np.full(5, size, np.float32))
+
+
+def test_a_sum_that_a_rank_does_not_enter_names_the_rank(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
+    engine.use_device()
+    ranks = tuple(range(hvpipe.size()))
+    group, late = engine.add_group(ranks), ranks[-1]
+    array, out = OnDevice(np.ones(10, np.float32)), empty(10)
+    if hvpipe.rank() != late:
+        wait = sum_over(engine, group, array, out, "gradients of dense/kernel")
+        with pytest.raises((DeadlineError, PeerError)) as caught:
+            wait()
+        if hvpipe.rank() == 0:
+            assert f"from rank {late}" in str(caught.value)
+            assert "gradients of dense/kernel" in str(caught.value)
+    engine.stop()
+
+
+def test_a_sum_of_another_size_is_refused(engine: Engine) -> None:
+    group = engine.add_group(range(hvpipe.size()))
+    request = engine.post_group_reduce(group, 11, "float32", "a group's sum")
+    array = OnDevice(np.ones(10, np.float32))
+    with pytest.raises(HvpipeError, match="of 44 bytes, and an array of 40"):
+        engine.send_posted(request.number, array)
+    with pytest.raises(HvpipeError, match="Unknown group"):
+        engine.post_group_reduce(99, 11, "float32", "a group's sum")
+    engine.agree("end of a case")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_left_behind(libraries: Libraries, way: str) -> None:
     needs_others()
@@ -123,6 +220,7 @@ def test_nothing_is_left_behind(libraries: Libraries, way: str) -> None:
     engine = open_engine(libraries, way)
     engine.use_device()
     test_all_send_to_all_in_any_order(engine, "sends")
+    test_groups_that_overlap_sum_between_messages(engine)
     engine.agree("end of a case")
     engine.stop()
     engine.core = None

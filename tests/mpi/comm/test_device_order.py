@@ -88,10 +88,10 @@ def test_nccl_scatters_as_backward_goes_and_gathers_as_forward_goes(libraries: L
     engine.stop()
 
 
-def late_sum(engine: Engine) -> OnDevice:
+def late_sum(engine: Engine, step: int = 0) -> OnDevice:
     """Return an array into which its stream has still to unpack the sum of all ranks."""
-    _, ((array,),) = take_steps(engine, "late", 1, model=[Gradient("one", (5_000,), "float32")])
-    return array
+    _, sums = take_steps(engine, "late", step + 1, model=[Gradient("one", (5_000,), "float32")])
+    return sums[-1][0]
 
 
 def test_an_all_reduce_waits_for_the_stream_of_its_array(device_engine: Engine) -> None:
@@ -137,6 +137,23 @@ def test_a_message_is_received_after_the_work_on_its_stream(device_engine: Engin
     np.testing.assert_array_equal(array.values, wanted)
 
 
+def test_a_group_sums_after_the_work_on_an_arrays_stream(device_engine: Engine) -> None:
+    """What is sent is written late, and the sum is read late."""
+    needs_others()
+    size = hvpipe.size()
+    group = device_engine.add_group(range(size))
+    outs = []
+    for step in range(3):
+        array = late_sum(device_engine, step)
+        request = device_engine.post_group_reduce(group, len(array), "float32", "a group's sum")
+        device_engine.send_posted(request.number, array)
+        outs.append(empty(len(array)))
+        request.wait()
+        device_engine.take_posted(request.number, outs[-1])
+    for step, out in enumerate(outs):
+        np.testing.assert_array_equal(out.values, sum_of(len(out), step) * np.float32(size))
+
+
 def test_memory_of_a_posted_message_is_used_again_after_it_was_read(device_engine: Engine) -> None:
     needs_others()
     rank, size, count = hvpipe.rank(), hvpipe.size(), 4_000
@@ -145,11 +162,9 @@ def test_memory_of_a_posted_message_is_used_again_after_it_was_read(device_engin
         received = device_engine.post_receive(4 * count, (rank - 1) % size, 5, "a message")
         sent = device_engine.post_send((rank + 1) % size, 5, "a message")
         array = OnDevice(values_of(100 * number + rank, count, "float32"), MADE_ON)
-        device_engine.core.send_posted(sent.number, array, *device_engine._on_device(array).span, MADE_ON)
+        device_engine.send_posted(sent.number, array)
         received.wait()
-        device_engine.core.take_posted(
-            received.number, *device_engine._on_device(out).span, "float32", MADE_ON
-        )
+        device_engine.take_posted(received.number, out)
         sent.wait()
     for number, out in enumerate(outs):
         wanted = values_of(100 * number + (rank - 1) % size, count, "float32")

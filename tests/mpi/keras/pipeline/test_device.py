@@ -12,10 +12,11 @@ import pytest
 import hvpipe
 import hvpipe.keras as hk
 from devices import open_in_session
+from hvpipe.comm.engine import Engine
 from hvpipe.keras import ops
 from hvpipe.keras.pipeline import model as pipeline_model
 from hvpipe.session import current
-from pipelines import MODELS, batches, compile_as_all, pipelined, spread
+from pipelines import MODELS, WITHIN, batches, check_same, compile_as_all, pipelined, plain, spread
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +94,11 @@ def test_messages_reuse_memory(device: Any, sent: list[Any]) -> None:
         current().engine.agree("end of a step")
         held.append(device.things_held())
     assert held[-1] - held[0] < steps, held
+
+
+@pytest.mark.every_size
+def test_replicas_sum_their_gradients_on_devices(monkeypatch: pytest.MonkeyPatch, sent: list[Any]) -> None:
+    replicas = (hvpipe.size() - 1, 1) if hvpipe.size() > 2 else (2,)
+    monkeypatch.delattr(Engine, "group_allreduce")  # through host memory
+    check_same(pipelined("resnet", replicas=replicas), plain("resnet"), WITHIN)
+    assert sent

@@ -117,7 +117,7 @@ def test_sums_over_replicas_begin_before_the_update(monkeypatch: pytest.MonkeyPa
     own = PipelineUpdate.apply
 
     def noted(update: PipelineUpdate) -> None:
-        begun.extend(bucket.request is not None for bucket in chain(*update._buckets))
+        begun.extend(bucket.pending is not None for bucket in chain(*update._buckets))
         own(update)
 
     monkeypatch.setattr(PipelineUpdate, "apply", noted)
@@ -133,4 +133,4 @@ def test_sums_are_not_held_until_the_next_step() -> None:
     (driver,) = pipe._drivers
     buckets = list(chain(*driver._update._buckets))
     assert bool(buckets) == (hvpipe.size() > 1)
-    assert all(bucket.buffer is None for bucket in buckets)
+    assert all(bucket.pending is None for bucket in buckets)

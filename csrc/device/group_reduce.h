@@ -1,0 +1,65 @@
+// All-reduces of device memory among some ranks: by NCCL if it connects all ranks, else through host memory.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "core/network.h"
+#include "core/operation.h"
+#include "core/telemetry.h"
+#include "device/device_memory.h"
+#include "device/nccl.h"
+#include "device/rank_device.h"
+
+namespace hvpipe {
+
+// One rank's part of such an all-reduce. Shared by the stages of its operation. After it is enqueued only the
+// driving thread uses it.
+struct GroupReduce {
+  GroupReduce(RankDevice& device, int of_group, unsigned of_call, std::size_t elements, DType type)
+      : group(of_group),
+        call(of_call),
+        count(elements),
+        dtype(type),
+        memory(device.device_pool.Take(bytes())),
+        begun(OwnedEvent(*device.device)),
+        ended(OwnedEvent(*device.device)) {}
+  std::size_t bytes() const { return count * SizeOf(dtype); }
+
+  const int group;      // of Network
+  const unsigned call;  // the number of this all-reduce in the group, the same on all its ranks
+  const std::size_t count;
+  const DType dtype;
+  const std::shared_ptr<void> memory;  // on the device; summed in place
+  const OwnedHandle begun, ended;      // begun: when `memory` is filled
+  std::shared_ptr<void> host_memory;   // where the data pass through it
+  nccl::UniqueId id{};                 // of the group's communicator
+  bool called = false;
+};
+
+// Adds the stages of an all-reduce to its operation. Has no state of its own, so make one wherever it is
+// needed; any thread may. The stages run on the driving thread.
+//
+// By NCCL, an all-reduce shares the rule of messages (see NcclMessages): it takes the device for itself, only
+// when the data of all ranks of the group exist, and a lower rank takes its device before a higher one.
+//
+//   first rank    hears that all are ready | takes the device, tells the next rank | NCCL
+//   other ranks   tell the first           | hear it from the rank before, take the device, tell the next |
+//   NCCL
+class GroupReducer {
+ public:
+  GroupReducer(RankDevice& device, Network& network, Counters& counters)
+      : device_(device), network_(network), counters_(counters) {}
+  void AddStages(Operation& operation, const std::shared_ptr<GroupReduce>& reduce);
+
+ private:
+  void AddThroughHost(Operation& operation, const std::shared_ptr<GroupReduce>& reduce);
+  void AddTurn(Operation& operation, const std::shared_ptr<GroupReduce>& reduce);
+  void AddNccl(Operation& operation, const std::shared_ptr<GroupReduce>& reduce);
+
+  RankDevice& device_;
+  Network& network_;
+  Counters& counters_;
+};
+
+}  // namespace hvpipe
