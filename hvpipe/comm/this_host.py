@@ -1,8 +1,9 @@
-"""CPU use, memory and network interfaces of this host, read with psutil."""
+"""CPU, its use, memory and network interfaces of this host, read with psutil."""
 
 from __future__ import annotations
 
 import ipaddress
+import platform
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,14 @@ class CpuMeter:
                 )
         except (self._psutil.Error, OSError):
             return None, None, None
+
+
+def cpu_name() -> str:
+    """Return the model of this host's CPU, as Linux names it, or its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 @dataclass(frozen=True)

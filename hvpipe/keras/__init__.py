@@ -35,7 +35,7 @@ from hvpipe.keras.data_parallel.model import data_parallel  # noqa: E402
 from hvpipe.keras.data_parallel.shards import shard  # noqa: E402
 from hvpipe.keras.gpu import claim_gpu as _claim_gpu  # noqa: E402
 from hvpipe.keras.pipeline.model import pipeline_parallel  # noqa: E402
-from hvpipe.keras.profiling.cluster import measure_cluster  # noqa: E402
+from hvpipe.keras.profiling.cluster import measure_cluster, measure_ranks  # noqa: E402
 from hvpipe.keras.profiling.measure import measure  # noqa: E402
 from hvpipe.keras.resize import on_resize  # noqa: E402
 from hvpipe.keras.variables import broadcast_variables  # noqa: E402
@@ -79,6 +79,7 @@ __all__ = [
     "local_size",
     "measure",
     "measure_cluster",
+    "measure_ranks",
     "on_resize",
     "pipeline_parallel",
     "rank",

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvpipe.comm.rank_gpu import assign_gpu
+from hvpipe.comm.this_host import cpu_name
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.nvml import list_gpus
 from hvpipe.monitor.visible_gpus import uuid_of_rank
@@ -29,6 +30,13 @@ def on_the_host() -> Any:
 def has_gpu() -> bool:
     """Return whether TensorFlow sees a GPU."""
     return bool(tf.config.list_physical_devices("GPU"))
+
+
+def processor() -> str:
+    """Return the model of the GPU that TensorFlow uses on this rank, else of the CPU."""
+    for gpu in tf.config.get_visible_devices("GPU"):
+        return str(tf.config.experimental.get_device_details(gpu).get("device_name", "GPU"))
+    return cpu_name()
 
 
 def claim_gpu(session: Session) -> None:

@@ -18,12 +18,21 @@ _TOO_LATE = 1.25  # times as long as its link says: so late comes a large messag
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The facts about a rank's device: host, local rank, measured profile, and memory (None: no limit)."""
+    """The facts about a rank's device.
+
+    Attributes:
+        host: Its host.
+        local_rank: Its number on the host.
+        profile: What the rank measured.
+        memory_bytes: None: no limit.
+        kind: The model of the processor, such as "NVIDIA H100 PCIe".
+    """
 
     host: str
     local_rank: int
     profile: Profile
     memory_bytes: int | None
+    kind: str = ""
 
     @property
     def device(self) -> str:
@@ -106,13 +115,14 @@ def relative_speeds(profiles: Sequence[Profile]) -> tuple[float, ...]:
 def measured_cluster(ranks: Sequence[RankFacts], links: Mapping[tuple[int, int], Link]) -> Cluster:
     """Return the cluster that the ranks run on, with a device HOST:LOCAL_RANK for each rank.
 
-    Speeds are relative to rank 0. `links` has a measured link for each pair of ranks (a, b) with a < b. A
-    host's `inner` and `link` are the worst measured inside it and from it to others; they apply to devices
-    added later.
+    Speeds are relative to rank 0; a device of another kind than rank 0's has it as its type. `links` has a
+    measured link for each pair of ranks (a, b) with a < b. A host's `inner` and `link` are the worst measured
+    inside it and from it to others; they apply to devices added later.
     """
     speeds = relative_speeds([facts.profile for facts in ranks])
     devices = [
-        Device(facts.device, speed, facts.memory_bytes) for facts, speed in zip(ranks, speeds, strict=True)
+        Device(facts.device, speed, facts.memory_bytes, "" if facts.kind == ranks[0].kind else facts.kind)
+        for facts, speed in zip(ranks, speeds, strict=True)
     ]
     hosts = []
     for name in dict.fromkeys(facts.host for facts in ranks):
@@ -122,6 +132,25 @@ def measured_cluster(ranks: Sequence[RankFacts], links: Mapping[tuple[int, int],
         hosts.append(Host(name, tuple(devices[rank] for rank in sorted(here)), outer, inner))
     measured = [(ranks[a].device, ranks[b].device, link) for (a, b), link in sorted(links.items())]
     return Cluster(tuple(hosts), tuple(measured))
+
+
+def profile_of_kinds(ranks: Sequence[RankFacts]) -> Profile:
+    """Return rank 0's profile, with `time_s` for each other kind of device, by the first rank that has it.
+
+    A device's speed in the cluster says how fast it runs the whole model. So these times are scaled to take
+    as long in all as those of rank 0: they say only which layers suit the device.
+    """
+    mine = ranks[0].profile
+    first = {facts.kind: facts.profile for facts in reversed(ranks) if facts.kind != ranks[0].kind}
+    speeds = {kind: relative_speeds([mine, profile])[1] for kind, profile in first.items()}
+    layers = []
+    for place, layer in enumerate(mine.layers):
+        there = {kind: profile.layers[place] for kind, profile in sorted(first.items())}
+        times_s = {
+            kind: (one.forward_s * speeds[kind], one.backward_s * speeds[kind]) for kind, one in there.items()
+        }
+        layers.append(replace(layer, time_s={**layer.time_s, **times_s}))
+    return replace(mine, layers=tuple(layers))
 
 
 def _worst(links: Sequence[Link]) -> Link:

@@ -16,6 +16,7 @@ from hvpipe.specs.cluster_fit import (
     RankFacts,
     fit_link,
     measured_cluster,
+    profile_of_kinds,
     relative_speeds,
     sustained,
 )
@@ -141,6 +142,31 @@ def test_a_cluster_of_ranks_that_alternate_between_hosts() -> None:
     )
     assert cluster.link("a:1", "b:0") == farther
     assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+def test_kinds_of_devices_have_times_of_their_own() -> None:
+    """Ranks 1 and 2 have GPUs. Rank 2's is twice as fast; on rank 1's the second layer gains more."""
+    first, on_gpu = chain(6.0, 6.0), chain(3.0, 1.0)
+    ranks = [
+        RankFacts("a", 0, first, None, "cpu"),
+        RankFacts("b", 0, replace(first, layers=on_gpu.layers), None, "gpu"),
+        RankFacts("b", 1, replace(first, layers=chain(1.5, 0.5).layers), None, "gpu"),
+        RankFacts("c", 0, first, None, "cpu"),
+    ]
+    cluster, profile = measured_cluster(ranks, {}), profile_of_kinds(ranks)
+    assert [(device.speed, device.type) for device in cluster.devices] == [
+        (1.0, ""),
+        (3.0, "gpu"),
+        (6.0, "gpu"),
+        (1.0, ""),
+    ]
+    for facts, device in zip(ranks, cluster.devices, strict=True):
+        assert profile.speed(device) == pytest.approx(device.speed)
+        for there, measured in zip(profile.on(device.type).layers, facts.profile.layers, strict=True):
+            assert there.forward_s / device.speed == pytest.approx(measured.forward_s)
+            assert there.backward_s / device.speed == pytest.approx(measured.backward_s)
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile_of_kinds(ranks[:1]) == first
 
 
 def test_a_cluster_of_one_rank() -> None:

@@ -1,4 +1,4 @@
-"""`measure_cluster`: the speeds, memory and links of the ranks of this run."""
+"""`measure_ranks`: the speeds, memory and links of the ranks of this run, and a profile for all of them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,23 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hvpipe.comm.link_probe import measure_links
+from hvpipe.keras.gpu import processor
 from hvpipe.monitor.nvml import list_gpus
 from hvpipe.monitor.process_limits import usable_bytes
 from hvpipe.monitor.visible_gpus import memory_of, uuid_of_rank
 from hvpipe.session import Session, current
 from hvpipe.specs.cluster import Cluster
-from hvpipe.specs.cluster_fit import RankFacts, measured_cluster
+from hvpipe.specs.cluster_fit import RankFacts, measured_cluster, profile_of_kinds
 from hvpipe.specs.profile import Profile
 
 logger = logging.getLogger("hvpipe")
 
 
 def measure_cluster(profile: Profile) -> Cluster:
-    """Measure the cluster that the ranks of this run form; collective, after `hvpipe.init`.
-
-    Devices are named HOST:LOCAL_RANK. The total times of the profiles give their speeds; rank 0 has speed 1.
-    A device's memory is the bytes that its process may still take: the memory of the host or its control
-    group, shared equally among the host's ranks, or the limit of `ulimit`. If TensorFlow uses a GPU, it is
-    that GPU's memory, shared equally among its ranks. Links are measured while all ranks compute.
+    """Return the cluster of `measure_ranks`, for ranks whose processors are of one model; collective.
 
     Args:
-        profile: The profile that `measure` returned on this rank. All ranks measure the same model and batch.
+        profile: The profile that `measure` returned on this rank.
 
     Returns:
         The cluster, the same on all ranks.
@@ -42,17 +38,51 @@ def measure_cluster(profile: Profile) -> Cluster:
     hvpipe.init()
     profile = hvpipe.keras.measure(build_model, x[:32])
     cluster = hvpipe.keras.measure_cluster(profile)
+    ```
+    """
+    return measure_ranks(profile)[1]
+
+
+def measure_ranks(profile: Profile) -> tuple[Profile, Cluster]:
+    """Measure the cluster that the ranks of this run form; collective, after `hvpipe.init`.
+
+    Where processors are of several models, the cluster has them as types of its devices. A GPU that runs one
+    layer 50 times as fast as a CPU may run another one twice as fast. So the profile has each layer's times
+    on each type.
+
+    Devices are named HOST:LOCAL_RANK. The total times of the profiles give their speeds; rank 0 has speed 1.
+    A device's memory is the bytes that its process may still take: the memory of the host or its control
+    group, shared equally among the host's ranks, or the limit of `ulimit`. If TensorFlow uses a GPU, it is
+    that GPU's memory, shared equally among its ranks. Links are measured while all ranks compute.
+
+    Args:
+        profile: The profile that `measure` returned on this rank. All ranks measure the same model and batch.
+
+    Returns:
+        Rank 0's profile with the times of the other types, and the cluster: the same on all ranks.
+
+    Raises:
+        HvpipeError: The ranks measured different models.
+
+    Example:
+
+    ```python
+    hvpipe.init()
+    profile = hvpipe.keras.measure(build_model, x[:32])
+    profile, cluster = hvpipe.keras.measure_ranks(profile)
     if hvpipe.rank() == 0:
+        profile.write("profile.json")
         cluster.write("cluster.json")
     ```
     """
     session = current()
     world = session.world
     # A slow device measures for minutes longer than a fast one: that is no stall.
-    session.agree_patiently("measure_cluster (a rank may still measure)")
-    mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(session))
+    session.agree_patiently("measure_ranks (a rank may still measure)")
+    mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(session), processor())
     ranks = session.engine.allgather_object(mine)
-    return measured_cluster(ranks, measure_links(session.engine, computing=_computing()))
+    cluster = measured_cluster(ranks, measure_links(session.engine, computing=_computing()))
+    return profile_of_kinds(ranks), cluster
 
 
 def _computing() -> Callable[[], object]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hvpipe import collectives, session
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.profiling.cluster import measure_cluster
+from hvpipe.keras.profiling.cluster import measure_ranks
 from hvpipe.keras.profiling.measure import measure_built
 from hvpipe.keras.profiling.model_loader import load_model_and_batch
 from hvpipe.specs.cluster import Cluster
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
         lambda: measure_built(model, batch, repeats=task.repeats, optimizer=task.optimizer, report=report)
     )
     _on_all_ranks(lambda: _check_batch(task, profile))
-    cluster = _on_all_ranks(lambda: measure_cluster(profile))
+    profile, cluster = _on_all_ranks(lambda: measure_ranks(profile))
     if session.rank() == 0:
         profile.write(task.profile_path)
         cluster.write(task.cluster_path)
@@ -57,7 +57,8 @@ def summary(profile: Profile, cluster: Cluster) -> str:
     ]
     for device in cluster.devices:
         memory = "any memory" if device.memory_bytes is None else _mb(device.memory_bytes)
-        lines.append(f"  {device.name}: speed {device.speed:.2f}, {memory}")
+        kind = f", {device.type}" if device.type else ""
+        lines.append(f"  {device.name}: speed {device.speed:.2f}, {memory}{kind}")
     for one, other, link in cluster.measured:
         rate = f"{link.bandwidth_bytes_per_s / 1e6:.0f} MB/s"
         lines.append(f"  {one} - {other}: {1e6 * link.latency_s:.0f} us, {rate}")

@@ -134,6 +134,20 @@ def test_ranks_with_different_measurements_make_the_same_plan(in_files: bool, tm
     assert np.isfinite(pipe.train_on_batch(*batches(mlp, 8))).all()
 
 
+def test_a_model_is_cut_by_the_times_of_each_kind_of_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks but the first run all layers but the last at once; their speeds for the whole model are equal."""
+    monkeypatch.setattr(cluster_module, "processor", lambda: f"made up {min(hvpipe.rank(), 1)}")
+    profile, cluster = hk.measure_ranks(own_profile())
+    assert all(found == (profile, cluster) for found in hvpipe.allgather_object((profile, cluster)))
+    types = {device.name: device.type for device in cluster.devices}
+    mine = types[f"{current().world.host}:{hvpipe.local_rank()}"]
+    assert mine == ("" if hvpipe.rank() == 0 else "made up 1")
+    for layer, own in zip(profile.on(mine).layers, own_profile().layers, strict=True):
+        assert layer.forward_s == pytest.approx(own.forward_s)
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, hvpipe.size(), profile=profile, cluster=cluster))
+    assert np.isfinite(pipe.train_on_batch(*batches(mlp, 8))).all()
+
+
 def test_no_rank_waits_if_rank_0_cannot_read_the_profile(tmp_path: Path) -> None:
     with pytest.raises(HvpipeError, match=r"reading a profile .* rank 0: .*profile.json should be a JSON"):
         hk.pipeline_parallel(mlp, profile=tmp_path / "profile.json")
