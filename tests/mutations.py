@@ -391,7 +391,7 @@ DEVICE = (
     ),
     on_device(
         "a message's memory is used again before it was read",
-        "AddArrival(*operation, *device.device, nullptr, read.get());",
+        "AddArrival(*operation, *device_.get().device, nullptr, event.get());",
         "",
         ORDER,
     ),
@@ -412,6 +412,24 @@ DEVICE = (
         "AddArrival(operation, *device_.device, nullptr, reduce->begun.get());",
         "",
         ORDER,
+    ),
+    on_device(
+        "a rank takes its device for a sum before the ranks below",
+        "if (member > 0) {\n    operation.AddStage(",
+        "if (member > 9) {\n    operation.AddStage(",
+        MESSAGES,
+    ),
+    on_device(
+        "a sum takes no device",
+        "if (!device->Take()) return false;\n    if (member",
+        "if (member",
+        MESSAGES,
+    ),
+    on_device(
+        "memory of a sum is used again before it was taken",
+        "nullptr, reduce->memory, bytes, nullptr});",
+        "nullptr, OwnedEvent(*device.device), bytes, nullptr});",
+        MESSAGES,
     ),
     on_device(
         "a group's sum takes the device before all ranks are ready",

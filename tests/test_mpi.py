@@ -59,11 +59,11 @@ EVERY_KERAS = (*OTHER_KERAS, *PIPELINES)
 # Replicas of unequal numbers of stages: 3 ranks train what 4 cannot. Three ranks call collectives over TCP.
 ON_THREE = (
     *(name for name in OTHER_KERAS if not name.startswith(f"{KERAS}/collectives/")),
-    *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")),
+    *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "device")),
 )
 ON_FOUR = (
     f"{KERAS}/collectives",
-    *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "update")),
+    *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "update", "device")),
 )
 # Cases that compare bits. TensorFlow's graph optimizer may change them: it reorders sums, merges operations.
 OF_BITS = (

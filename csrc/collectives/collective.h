@@ -46,6 +46,12 @@ class ConcurrentCollectives : public Collective {
         std::find_if(members_.begin(), members_.end(), [](const auto& member) { return !member->done(); });
     return late == members_.end() ? "nothing" : (*late)->Waiting();
   }
+  // Of the first that is not done, as in Waiting.
+  std::optional<int> Peer() const override {
+    const auto late =
+        std::find_if(members_.begin(), members_.end(), [](const auto& member) { return !member->done(); });
+    return late == members_.end() ? std::nullopt : (*late)->Peer();
+  }
   double MostNapS() const override {
     double least_s = Collective::MostNapS();
     for (const auto& member : members_) {

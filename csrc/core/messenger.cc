@@ -32,6 +32,11 @@ OrderQueue* Messenger::OrderOf(bool sent, const MessageOptions& options) {
   return &orders_[{sent, options.peer, options.tag}];
 }
 
+OrderQueue* Messenger::OrderOf(int group, unsigned call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return &group_orders_[{group, call % kCallTags}];
+}
+
 MessageOptions Messenger::OptionsFor(int peer, int tag) const {
   const int rank = network_.topology().rank, size = network_.topology().size;
   if (peer < 0 || peer >= size || peer == rank) {
@@ -120,8 +125,8 @@ void Messenger::GroupAllReduce(int group, void* data, std::size_t count, DType d
   const unsigned call = NextCall(group);
   Start(
       "reduce", what,
-      [=](const Operation&) { return network_.MakeGroupAllReduce(group, call, data, count, dtype); }, nullptr,
-      std::move(done));
+      [=](const Operation&) { return network_.MakeGroupAllReduce(group, call, data, count, dtype); },
+      OrderOf(group, call), std::move(done));
 }
 
 }  // namespace hvpipe

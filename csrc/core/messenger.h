@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "collectives/message.h"
@@ -49,6 +50,8 @@ class Messenger {
   MessageOptions OptionsFor(int peer, int tag) const;
   // The queue of messages with this peer, tag and direction.
   OrderQueue* OrderOf(bool sent, const MessageOptions& options);
+  // The queue of a group's all-reduces whose numbers share a tag.
+  OrderQueue* OrderOf(int group, unsigned call);
   // Callers that wait for a message, plus messages of device memory under way. The waiting callers count
   // themselves.
   const std::shared_ptr<std::atomic<int>>& awaited() const { return awaited_; }
@@ -62,8 +65,9 @@ class Messenger {
   Network& network_;
   const std::shared_ptr<std::atomic<int>> awaited_ = std::make_shared<std::atomic<int>>(0);
   mutable std::mutex mutex_;
-  std::vector<unsigned> group_calls_;                        // by group; may wrap round
-  std::map<std::tuple<bool, int, int>, OrderQueue> orders_;  // by direction (sent), peer and tag
+  std::vector<unsigned> group_calls_;                            // by group; may wrap round
+  std::map<std::tuple<bool, int, int>, OrderQueue> orders_;      // by direction (sent), peer and tag
+  std::map<std::pair<int, unsigned>, OrderQueue> group_orders_;  // by group and tag
 };
 
 }  // namespace hvpipe

@@ -52,8 +52,8 @@ Error OutOfGradientMemory(Device& device, std::size_t bytes, const std::string& 
 }
 
 Error OutOfMessageMemory(Device& device, std::size_t bytes) {
-  return OutOfMemory(device, bytes, "a message between ranks", ", in smaller blocks",
-                     "cut the batch into more micro-batches");
+  return OutOfMemory(device, bytes, "a message or a sum of some ranks", ", in smaller blocks",
+                     "cut the batch into more micro-batches, or the model into more stages");
 }
 
 // Sizes are powers of two, so that calls of growing sizes allocate rarely.

@@ -25,7 +25,7 @@ OwnedHandle OwnedDeviceMemory(Device& device, std::size_t bytes, const std::func
 
 // The error that the device has too little memory for gradients, with how much is free.
 Error OutOfGradientMemory(Device& device, std::size_t bytes, const std::string& purpose);
-// The same for a message between ranks.
+// The same for a message between ranks, or a sum of some of them.
 Error OutOfMessageMemory(Device& device, std::size_t bytes);
 
 // Page-locked host memory for the data of blocking calls, one call at a time. Locking pages takes longer than

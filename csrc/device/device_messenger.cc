@@ -11,9 +11,10 @@ namespace hvpipe {
 
 // The operation counts as awaited while it is under way, so that the progress thread looks often for what
 // comes.
-void DeviceMessenger::Enqueue(const std::string& what, Done done, const AddStages& add_stages) {
+void DeviceMessenger::Enqueue(const char* category, const std::string& what, Done done,
+                              const AddStages& add_stages) {
   const auto operation = Messenger::MakeOperation(
-      "transfer", what, [count = messenger_.awaited(), done = std::move(done)](const Error* error) {
+      category, what, [count = messenger_.awaited(), done = std::move(done)](const Error* error) {
         --*count;
         done(error);
       });
@@ -35,7 +36,7 @@ void DeviceMessenger::Send(int peer, int tag, const void* data, std::size_t byte
   const auto message = std::make_shared<DeviceMessage>(device, messenger_.OptionsFor(peer, tag), bytes);
   message->BeginBehind(device, stream);
   message->sends = true;
-  Enqueue(what, std::move(done), [&](Operation& operation) {
+  Enqueue("transfer", what, std::move(done), [&](Operation& operation) {
     if (device.nccl_connects_all()) {
       message->call = [=](NcclCommunicator& ranks, int other, Device::Stream on) {
         ranks.Send(data, bytes, other, on);
@@ -57,7 +58,7 @@ void DeviceMessenger::Send(int peer, int tag, const void* data, std::size_t byte
 void DeviceMessenger::ReceiveInto(RankDevice& device, const std::shared_ptr<DeviceMessage>& message,
                                   void* out, const std::string& what, Done done) {
   const std::size_t bytes = message->bytes;
-  Enqueue(what, std::move(done), [&](Operation& operation) {
+  Enqueue("transfer", what, std::move(done), [&](Operation& operation) {
     if (device.nccl_connects_all()) {
       message->call = [=](NcclCommunicator& ranks, int other, Device::Stream on) {
         ranks.Receive(out, bytes, other, on);
@@ -131,13 +132,10 @@ PostedMessage DeviceMessenger::TakeNumber(std::int64_t number, bool receives) {
 void DeviceMessenger::SendPosted(std::int64_t number, const void* data, std::size_t bytes,
                                  Device::Stream stream, std::shared_ptr<const void> held) {
   const PostedMessage posted = TakeNumber(number, false);
-  const Done done = [done = posted.done, held = std::move(held)](const Error* error) { done(error); };
   try {
-    if (posted.reduce) {
-      SendSummand(number, posted, data, bytes, stream, done);
-    } else {
-      Send(posted.peer, posted.tag, data, bytes, posted.what, stream, done);
-    }
+    if (posted.reduce) return SendSummand(number, posted, data, bytes, stream, std::move(held));
+    Send(posted.peer, posted.tag, data, bytes, posted.what, stream,
+         [done = posted.done, held = std::move(held)](const Error* error) { done(error); });
   } catch (const std::exception& failure) {
     const Error error = ErrorOf(failure);
     posted.done(&error);
@@ -146,7 +144,8 @@ void DeviceMessenger::SendPosted(std::int64_t number, const void* data, std::siz
 }
 
 void DeviceMessenger::SendSummand(std::int64_t number, const PostedMessage& posted, const void* data,
-                                  std::size_t bytes, Device::Stream stream, Done done) {
+                                  std::size_t bytes, Device::Stream stream,
+                                  std::shared_ptr<const void> held) {
   RankDevice& device = device_.get();
   const std::shared_ptr<GroupReduce>& reduce = posted.reduce;
   device.CheckIsHere(data, bytes);
@@ -158,10 +157,11 @@ void DeviceMessenger::SendSummand(std::int64_t number, const PostedMessage& post
   device.device->ScaleAndCast({{data, reduce->memory.get(), reduce->count}}, reduce->dtype, reduce->dtype,
                               1.0, stream);
   device.device->Record(reduce->begun.get(), stream);
+  HoldUntil({reduce, reduce->begun.get()}, std::move(held), "copying " + posted.what);
   posted_.AddAs(number, {0, 0, posted.what, nullptr, reduce->memory, bytes, nullptr});
   try {
-    Enqueue(posted.what, std::move(done), [&](Operation& operation) {
-      GroupReducer(device, network_, counters_).AddStages(operation, reduce);
+    Enqueue("reduce", posted.what, posted.done, [&](Operation& operation) {
+      GroupReducer(device, network_, messenger_, counters_).AddStages(operation, reduce);
     });
   } catch (...) {
     (void)posted_.Take(number);
@@ -184,11 +184,16 @@ void DeviceMessenger::TakePosted(std::int64_t number, void* out, std::size_t cou
   // When the device has read the memory, it goes back to the pool.
   const std::shared_ptr<void> read = OwnedEvent(*device.device);
   device.device->Record(read.get(), stream);
+  HoldUntil(read, posted.memory, "reading " + posted.what);
+}
+
+void DeviceMessenger::HoldUntil(std::shared_ptr<void> event, std::shared_ptr<const void> held,
+                                const std::string& what) {
   auto operation = std::make_shared<Operation>();
-  operation->what = "reading " + posted.what;
+  operation->what = what;
   operation->of_all_ranks = false;
-  AddArrival(*operation, *device.device, nullptr, read.get());
-  operation->finished = [memory = posted.memory, read](const Error*) {};
+  AddArrival(*operation, *device_.get().device, nullptr, event.get());
+  operation->finished = [event, held](const Error*) {};
   progress_.Enqueue({operation}, true);
 }
 

@@ -53,12 +53,14 @@ class DeviceMessenger {
  private:
   using AddStages = std::function<void(Operation& operation)>;
 
-  void Enqueue(const std::string& what, Done done, const AddStages& add_stages);
+  void Enqueue(const char* category, const std::string& what, Done done, const AddStages& add_stages);
+  // Keep something until the device has reached `event`.
+  void HoldUntil(std::shared_ptr<void> event, std::shared_ptr<const void> held, const std::string& what);
   void ReceiveInto(RankDevice& device, const std::shared_ptr<DeviceMessage>& message, void* out,
                    const std::string& what, Done done);
   std::int64_t AddSend(PostedMessage message);
   void SendSummand(std::int64_t number, const PostedMessage& posted, const void* data, std::size_t bytes,
-                   Device::Stream stream, Done done);
+                   Device::Stream stream, std::shared_ptr<const void> held);
   PostedMessage TakeNumber(std::int64_t number, bool receives);
 
   Progress& progress_;

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <vector>
 
+#include "core/messenger.h"
 #include "core/network.h"
 #include "core/operation.h"
 #include "core/telemetry.h"
@@ -22,6 +25,7 @@ struct GroupReduce {
         count(elements),
         dtype(type),
         memory(device.device_pool.Take(bytes())),
+        host_memory(device.nccl_connects_all() ? nullptr : device.host_pool.Take(bytes())),
         begun(OwnedEvent(*device.device)),
         ended(OwnedEvent(*device.device)) {}
   std::size_t bytes() const { return count * SizeOf(dtype); }
@@ -30,10 +34,18 @@ struct GroupReduce {
   const unsigned call;  // the number of this all-reduce in the group, the same on all its ranks
   const std::size_t count;
   const DType dtype;
-  const std::shared_ptr<void> memory;  // on the device; summed in place
-  const OwnedHandle begun, ended;      // begun: when `memory` is filled
-  std::shared_ptr<void> host_memory;   // where the data pass through it
-  nccl::UniqueId id{};                 // of the group's communicator
+  const std::shared_ptr<void> memory;       // on the device; summed in place
+  const std::shared_ptr<void> host_memory;  // null by NCCL
+  const OwnedHandle begun, ended;           // begun: when `memory` is filled
+
+  // By NCCL only:
+  struct Summand {
+    std::uint64_t count;
+    std::int64_t dtype;
+  };
+  Summand mine{count, static_cast<std::int64_t>(dtype)};
+  std::vector<Summand> others;  // of the other ranks, on the first
+  nccl::UniqueId id{};          // of the group's communicator
   bool called = false;
 };
 
@@ -43,22 +55,23 @@ struct GroupReduce {
 // By NCCL, an all-reduce shares the rule of messages (see NcclMessages): it takes the device for itself, only
 // when the data of all ranks of the group exist, and a lower rank takes its device before a higher one.
 //
-//   first rank    hears that all are ready | takes the device, tells the next rank | NCCL
+//   first rank    hears what all ranks sum | takes the device, tells the next rank | NCCL
 //   other ranks   tell the first           | hear it from the rank before, take the device, tell the next |
 //   NCCL
 class GroupReducer {
  public:
-  GroupReducer(RankDevice& device, Network& network, Counters& counters)
-      : device_(device), network_(network), counters_(counters) {}
+  GroupReducer(RankDevice& device, Network& network, Messenger& messenger, Counters& counters)
+      : device_(device), network_(network), messenger_(messenger), counters_(counters) {}
   void AddStages(Operation& operation, const std::shared_ptr<GroupReduce>& reduce);
 
  private:
-  void AddThroughHost(Operation& operation, const std::shared_ptr<GroupReduce>& reduce);
-  void AddTurn(Operation& operation, const std::shared_ptr<GroupReduce>& reduce);
-  void AddNccl(Operation& operation, const std::shared_ptr<GroupReduce>& reduce);
+  void AddThroughHost(Operation& operation, const std::shared_ptr<GroupReduce>& reduce, OrderQueue* order);
+  void AddTurn(Operation& operation, const std::shared_ptr<GroupReduce>& reduce, OrderQueue* order);
+  void AddNccl(Operation& operation, const std::shared_ptr<GroupReduce>& reduce, OrderQueue* order);
 
   RankDevice& device_;
   Network& network_;
+  Messenger& messenger_;
   Counters& counters_;
 };
 

@@ -122,7 +122,7 @@ void NcclMessages::AddTransfer(Operation& operation, const std::shared_ptr<Devic
   const int rank = network_.topology().rank;
   operation.AddStage([=](const Operation&) {
     return std::make_unique<DeviceLaunch>([=] { return TakeDevice(*device, rank, *channel, *message); },
-                                          "messages of this rank before it");
+                                          "an earlier message or sum of this rank");
   });
   const Operation::MakeCollective launch = [=](const Operation&) {
     return std::make_unique<DeviceLaunch>([=] { return LaunchMessage(*device, *channel, *message); });

@@ -447,7 +447,7 @@ REGISTER_OP("HvpipeSendMessage")
     .SetIsStateful()
     .SetShapeFn(tf::shape_inference::NoOutputs);
 
-// Takes the array of a message that has arrived (PostReceive).
+// Takes the array of a message that has arrived (PostReceive), or of a sum (PostGroupReduce).
 REGISTER_OP("HvpipeTakeMessage")
     .Input("number: int64")
     .Input("shape: int64")

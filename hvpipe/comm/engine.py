@@ -70,6 +70,7 @@ class Engine:
         self._requests_lock = threading.Lock()
         self._gpu_lock = threading.Lock()
         self._gpu_route: str | None = None
+        self._groups: dict[tuple[int, ...], int] = {}
         self._all_on_gpus: bool | None = None
         self.core: Any = world.make_engine(settings)
         self._plans: list[tuple[Any, ...] | None] = []  # by number; None: removed
@@ -381,9 +382,12 @@ class Engine:
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group of ranks (ascending, with this one) that reduce among themselves.
 
-        All ranks of the group call it. Returns the number of the group.
+        All ranks of the group call it. Returns the number of the group, the same for the same ranks.
         """
-        return int(self._core_for("add_group").add_group(list(ranks)))
+        core, members = self._core_for("add_group"), tuple(ranks)
+        if members not in self._groups:
+            self._groups[members] = int(core.add_group(list(members)))
+        return self._groups[members]
 
     def group_allreduce(self, group: int, array: Array, what: str) -> Any:
         """Start to sum a C-contiguous array over the ranks of a group, in place; return a request.

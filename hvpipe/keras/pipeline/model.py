@@ -43,6 +43,7 @@ from hvpipe.keras.pipeline.model_checks import (
     check_real_wires,
     check_text_inputs,
 )
+from hvpipe.keras.pipeline.on_all_ranks import ending_all
 from hvpipe.keras.pipeline.optimizer_settings import check_optimizer, check_same_optimizer, learning_rate_of
 from hvpipe.keras.pipeline.plan_choice import PipelineOptions, plan_for
 from hvpipe.keras.pipeline.rank_driver import RankDriver, RankDrivers
@@ -174,7 +175,9 @@ class PipelineParallel(PipelineSaving, keras.Model):
             broadcast_model(model)
         channel = TensorChannel(session, device_of_messages(session))
         samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
-        shared = SharedVariables(session, layout, channel)
+        with ending_all(session):
+            shared = SharedVariables(session, layout, channel)
+            shared.broadcast()
         undo = None
         if session.settings.elastic and layout.has_replicas:
             weights = {id(variable) for variable in weights_of(self._stage_layers)}
@@ -188,7 +191,6 @@ class PipelineParallel(PipelineSaving, keras.Model):
         self.samples_trained = 0
         """Samples of all steps, of the whole pipeline."""
         self._forget_compiled()
-        shared.broadcast()
         shared.separate_seeds()
         self.built = True
 

@@ -1,8 +1,9 @@
-"""Runs an action on all ranks, and raises one error on all of them if any rank fails."""
+"""Runs an action on all ranks, and ends all of them if any rank fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from hvpipe.errors import HvpipeError
@@ -36,6 +37,21 @@ def on_all_ranks(session: Session, what: str, action: Callable[[], Result]) -> R
             message = f"{what} should succeed on every rank. Received: rank {rank}: {reason}"
             raise HvpipeError(message) from error
     return result
+
+
+@contextlib.contextmanager
+def ending_all(session: Session, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """End all ranks' communication if this rank leaves early: messages and sums are under way.
+
+    `but` are errors that all ranks raise together.
+    """
+    try:
+        yield
+    except but:
+        raise
+    except BaseException as error:
+        session.engine.fail_in_step(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _reason(error: Exception) -> str:

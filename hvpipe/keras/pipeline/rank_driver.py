@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from hvpipe.keras.pipeline.context import PipelineContext
 from hvpipe.keras.pipeline.gradient_coverage import GradientCoverage, apply_coverage, find_coverage
 from hvpipe.keras.pipeline.loss_entries import EntryCounter, masked_losses
 from hvpipe.keras.pipeline.microbatches import Batch
-from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
+from hvpipe.keras.pipeline.on_all_ranks import ending_all, on_all_ranks
 from hvpipe.keras.pipeline.state_names import agree_on_trainable
 from hvpipe.keras.pipeline.step import PipelineStep, StepResult
 from hvpipe.keras.pipeline.update import PipelineUpdate
@@ -118,10 +117,10 @@ class RankDriver:
         program = context.layout.program(batch.samples, context.rank, True)
         if context.undo is not None:
             context.undo.begin()
-        with self._ending_all():
+        with ending_all(context.session):
             update.begin(program.stages)
             result = self._step.train(program, batch, self._observe, update.stage_done, update.loss_scale)
-        with engine.recorded("update", "weights of this rank"), self._ending_all(but=HvpipeError):
+        with engine.recorded("update", "weights of this rank"), ending_all(context.session, but=HvpipeError):
             update.apply()
         if context.undo is not None:
             context.undo.updated()
@@ -136,7 +135,7 @@ class RankDriver:
         self._begin(batch)
         context.shared.average_statistics()
         program = context.layout.program(batch.samples, context.rank, False)
-        with self._ending_all():
+        with ending_all(context.session):
             result = self._step.evaluate(program, batch, self._observe)
         context.channel.finish()
         return result
@@ -147,7 +146,7 @@ class RankDriver:
         engine.agree(f"prediction step of {context.layout.stages.graph.name} on a batch of {batch.samples}")
         context.shared.average_statistics()
         program = context.layout.program(batch.samples, context.rank, False)
-        with self._ending_all():
+        with ending_all(context.session):
             result = self._step.predict(program, batch)
         context.channel.finish()
         mine = {i: [np.asarray(value) for value in values] for i, values in result.outputs.items()}
@@ -156,20 +155,6 @@ class RankDriver:
             everyone |= found
         in_order = [everyone[i] for i in sorted(everyone)]
         return [np.concatenate(of_output) for of_output in zip(*in_order, strict=True)]
-
-    @contextlib.contextmanager
-    def _ending_all(self, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-        """End all ranks' communication if this rank leaves a step early: messages and sums are under way.
-
-        `but` are errors that all ranks raise together.
-        """
-        try:
-            yield
-        except but:
-            raise
-        except BaseException as error:
-            self._context.session.engine.fail_in_step(f"{type(error).__name__}: {error}")
-            raise
 
     def _begin(self, batch: Batch) -> None:
         """Check that a loss has targets, and tell masked losses the batch's entries; collective."""

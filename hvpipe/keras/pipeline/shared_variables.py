@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -12,7 +13,10 @@ from hvpipe.keras.graph.deferred_build import variables_of, weights_of
 from hvpipe.keras.pipeline.layout import Layout
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.keras.seeds import own_seed, seeds_of
+from hvpipe.plan.buckets import cut_buckets
 from hvpipe.session import Session
+
+_SUM_BYTES = 16 << 20
 
 
 class SharedVariables:
@@ -73,23 +77,31 @@ class SharedVariables:
         self._diverged = False
 
     def _sum(self, variables: Sequence[Any], term: Callable[[Any, tuple[int, ...]], Any]) -> None:
-        """Assign the sum over the holders of `term(value, holders)` to each floating variable."""
-        in_flight = []
-        for variable in _floating(variables):
-            ranks = self.holders[id(variable)]
-            mine = term(tf.cast(variable.value, dtype_of_sum(variable)), ranks)
-            what = variable.path
-            in_flight.append(
-                (variable, self._channel.start_sum(self.groups[ranks], [mine], mine.dtype, what))
-            )
-        for variable, pending in in_flight:
-            (found,) = pending.wait()
-            variable.assign(tf.cast(found, variable.dtype))
+        """Assign the sum over the holders of `term(value, holders)` to each floating variable.
+
+        One bucket after another: on a GPU the engine keeps the memory of sums that are under way together.
+        """
+        floating = _floating(variables)
+        for ranks, group in self.groups.items():
+            held = [variable for variable in floating if self.holders[id(variable)] == ranks]
+            sizes_bytes = [8 * math.prod(variable.shape) for variable in held]
+            for members in cut_buckets(sizes_bytes, _SUM_BYTES):
+                bucket = [held[member] for member in members]
+                widest = widest_sum(bucket)
+                terms = [term(tf.cast(variable.value, widest), ranks) for variable in bucket]
+                found = self._channel.start_sum(group, terms, terms[0].dtype, bucket[0].path).wait()
+                for variable, value in zip(bucket, found, strict=True):
+                    variable.assign(tf.cast(value, variable.dtype))
 
 
 def dtype_of_sum(variable: Any) -> Any:
-    """The dtype in which ranks sum a floating variable's values or gradients."""
+    """Return the dtype in which ranks sum a floating variable's values or gradients."""
     return tf.float64 if variable.dtype == "float64" else tf.float32
+
+
+def widest_sum(variables: Sequence[Any]) -> Any:
+    """Return the dtype in which ranks sum these variables in one vector."""
+    return max(map(dtype_of_sum, variables), key=lambda dtype: int(dtype.size))
 
 
 def _floating(variables: Iterable[Any]) -> Sequence[Any]:

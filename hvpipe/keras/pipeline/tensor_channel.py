@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,8 @@ class TensorChannel:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._in_flight: deque[tuple[Any, Any]] = deque()
+        self.by_nccl = device is not None and session.engine.nccl_connects_all
+        """Whether NCCL carries tensors between all ranks."""
 
     def send(
         self,
@@ -103,7 +104,7 @@ class TensorChannel:
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group of ranks (ascending, with this one) and return its number; collective over them."""
         group = self._engine.add_group(ranks)
-        if self._device is not None:
+        if self.by_nccl:
             for count in _FIRST_SUMS:
                 self.start_sum(group, [tf.zeros(count)], tf.float32, "a group's first sums").wait()
         return group
@@ -122,16 +123,16 @@ class TensorChannel:
             vector = np.concatenate([np.asarray(t, dtype.as_numpy_dtype).reshape(-1) for t in tensors])
             return PendingSum(self._engine.group_allreduce(group, vector, what), shapes, lambda: vector)
         count = sum(map(math.prod, shapes))
-        request = self._engine.post_group_reduce(group, count, dtype.name, what)
         with tf.device(self._device):
-            ops.send_message(
-                request.number, tf.concat([tf.reshape(tf.cast(t, dtype), [-1]) for t in tensors], 0)
-            )
+            summand = tf.concat([tf.reshape(tf.cast(tensor, dtype), [-1]) for tensor in tensors], 0)
+            request = self._engine.post_group_reduce(group, count, dtype.name, what)
+            ops.send_message(request.number, summand)
 
         def take() -> Any:
-            return ops.take_message(request.number, [count], dtype)
+            with tf.device(self._device):
+                return ops.take_message(request.number, [count], dtype)
 
-        return PendingSum(request, shapes, take, self._device)
+        return PendingSum(request, shapes, take)
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
@@ -206,27 +207,17 @@ class PendingTensor:
 class PendingSum:
     """Sums over a group's ranks, on their way in one vector."""
 
-    def __init__(
-        self,
-        request: Any,
-        shapes: Sequence[tuple[int, ...]],
-        take: Callable[[], Any],
-        device: str | None = None,
-    ) -> None:
-        """`take` returns the vector once the request has ended, on `device` (None: in host memory)."""
+    def __init__(self, request: Any, shapes: Sequence[tuple[int, ...]], take: Callable[[], Any]) -> None:
+        """`take` returns the vector once the request has ended."""
         self._request = request
         self._shapes = shapes
         self._take = take
-        self._device = device
 
     def wait(self) -> list[Any]:
         """Wait for the sums and return them, in the order of the tensors."""
         self._request.wait()
-        ends = list(accumulate(map(math.prod, self._shapes)))
-        with tf.device(self._device or "CPU:0"):
-            vector = self._take()
-            parts = [vector[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-            return [tf.reshape(part, shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        parts = tf.split(self._take(), [math.prod(shape) for shape in self._shapes])
+        return [tf.reshape(part, shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 def _header(tensor: Any, what: str) -> Any:

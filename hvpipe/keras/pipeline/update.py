@@ -16,7 +16,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.graph.stage import StageFunctions
 from hvpipe.keras.pipeline.optimizer_settings import clipping_optimizer
-from hvpipe.keras.pipeline.shared_variables import SharedVariables, dtype_of_sum
+from hvpipe.keras.pipeline.shared_variables import SharedVariables, dtype_of_sum, widest_sum
 from hvpipe.keras.pipeline.step_checks import StepChecks
 from hvpipe.keras.pipeline.tensor_channel import PendingSum, TensorChannel
 from hvpipe.plan.buckets import cut_buckets, fitting_bytes
@@ -113,7 +113,9 @@ class PipelineUpdate:
         # Counted as four bytes an element, even for float64. A bucket may mix dtypes; `_start` sums it in
         # the widest.
         sizes_bytes = [4 * int(np.prod(self.variables[index].shape)) for index in indices]
-        limit_bytes = self._session.settings.bucket_bytes or fitting_bytes(sum(sizes_bytes))
+        limit_bytes = self._session.settings.bucket_bytes or fitting_bytes(
+            sum(sizes_bytes), self._channel.by_nccl
+        )
         buckets = cut_buckets(sizes_bytes, limit_bytes)
         return [_Bucket(group, [indices[member] for member in members]) for members in buckets]
 
@@ -141,7 +143,7 @@ class PipelineUpdate:
                     self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
-        widest = max((dtype_of_sum(self.variables[index]) for index in bucket.members), key=lambda d: d.size)
+        widest = widest_sum([self.variables[index] for index in bucket.members])
         gradients = [self._local_gradient(index) for index in bucket.members]
         what = f"gradients of {self.variables[bucket.members[0]].path}"
         bucket.pending = self._channel.start_sum(bucket.group, gradients, widest, what)

@@ -1,6 +1,5 @@
-// An NCCL for tests without a GPU: sums host memory over MPI in the background, and fails on request. All
-// ranks of MPI's world make communicators at the same time; ranks with the same id share one. Collectives and
-// messages wait their turn in the streams of fake_device.cc.
+// An NCCL for tests without a GPU: sums host memory over MPI in the background, and fails on request.
+// Collectives and messages wait their turn in the streams of fake_device.cc.
 //
 // Compile with -DVERSION=code. -DWITHOUT_BROADCAST and -DWITHOUT_MEMORY leave functions out. FAKE_NCCL
 // chooses a failure:
@@ -14,11 +13,12 @@
 //   "memory-shared"   memory, of which another process takes much at the same moment
 //   "finalize"        an error
 // With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may if other ranks of the host do not abort.
-// Leaving waits for all ranks, as in NCCL. FAKE_NCCL_DEVICE names the library of the test device: calls are then
-// refused on a thread that has no current device. Without it, or before it is loaded, calls run at once.
+// Leaving waits for all ranks, as in NCCL. FAKE_NCCL_DEVICE names the library of the test device: calls are
+// then refused on a thread that has no current device. Without it, or before it is loaded, calls run at once.
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -56,8 +56,8 @@ bool Fails(const char* how) {
   return wanted != nullptr && std::string(wanted) == how;
 }
 
-// Two ranks connect by messages and may make communicators in any order, as in NCCL. More ranks make a communicator
-// all at the same time. The caller may use it if CommGetAsyncError returns success.
+// Two ranks connect by messages and may make communicators in any order, as in NCCL. More ranks make a
+// communicator all at the same time. The caller may use it if CommGetAsyncError returns success.
 struct Communicator {
   int rank = 0, size = 1;
   MPI_Comm ranks = MPI_COMM_NULL;
@@ -71,6 +71,7 @@ struct Communicator {
   bool launching = false;  // a call was handed to a stream, and CommGetAsyncError was not asked since
   int waiting = 0;         // calls that wait in streams
   bool aborted = false;
+  bool of_buckets = false;  // it has scattered
   int state = kSuccess;
 };
 
@@ -102,7 +103,7 @@ hvpipe::DType TypeOf(int type) {
   return type == 9 ? hvpipe::DType::kBFloat16 : hvpipe::DType::kFloat32;
 }
 
-std::atomic<bool> carrying{false};  // a message of this rank
+std::atomic<bool> carrying{false};  // a message of this rank, or a sum of a group
 
 std::atomic<int> memory_held{0}, registrations{0};
 std::string calls;  // of the driving thread
@@ -136,7 +137,7 @@ bool DeviceIsCurrent() {
 }
 
 // What ncclMemAlloc returns is filled with this.
-constexpr std::uint32_t kNotWritten = 0x55555555;
+constexpr std::uint32_t kNotWritten = 0xa7c35e91;
 
 void CheckIsWritten(const void* memory, std::size_t bytes) {
   for (std::size_t at = 0; at + sizeof kNotWritten <= bytes; at += sizeof kNotWritten) {
@@ -150,19 +151,47 @@ void CheckIsWritten(const void* memory, std::size_t bytes) {
 constexpr int kTags = 20'000;
 int TagOf(const Communicator& of, int kind) { return kTags + 3 * (of.serial % 1000) + kind; }
 
+MPI_Comm Connect(const Communicator& of, const std::vector<int>& members) {
+  MPI_Comm made = MPI_COMM_NULL;
+  MPI_Group world = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
+  MPI_Comm_group(MPI_COMM_WORLD, &world);
+  MPI_Group_incl(world, of.size, members.data(), &group);
+  MPI_Comm_create_group(MPI_COMM_WORLD, group, TagOf(of, 1), &made);
+  MPI_Group_free(&group);
+  MPI_Group_free(&world);
+  return made;
+}
+
+// The ranks in MPI's world of a communicator. Its first rank, `first` in the world, hears them from the
+// others.
+std::vector<int> MembersOf(const Communicator& of, int first) {
+  std::vector<int> members(static_cast<std::size_t>(of.size));
+  int told[2] = {of.rank, 0};
+  MPI_Comm_rank(MPI_COMM_WORLD, &told[1]);
+  if (of.rank > 0) {
+    MPI_Send(told, 2, MPI_INT, first, TagOf(of, 2), MPI_COMM_WORLD);
+    MPI_Recv(members.data(), of.size, MPI_INT, first, TagOf(of, 2), MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    return members;
+  }
+  members[0] = first;
+  for (int i = 1; i < of.size; ++i) {
+    MPI_Recv(told, 2, MPI_INT, MPI_ANY_SOURCE, TagOf(of, 2), MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    members[static_cast<std::size_t>(told[0])] = told[1];
+  }
+  for (int i = 1; i < of.size; ++i) {
+    MPI_Send(members.data(), of.size, MPI_INT, members[static_cast<std::size_t>(i)], TagOf(of, 2),
+             MPI_COMM_WORLD);
+  }
+  return members;
+}
+
 // Two ranks make it with their first collective.
 MPI_Comm Ranks(Communicator& of) {
   if (of.ranks != MPI_COMM_NULL) return of.ranks;
   int self = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &self);
-  const int both[] = {of.rank == 0 ? self : of.other, of.rank == 0 ? of.other : self};
-  MPI_Group world = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
-  MPI_Comm_group(MPI_COMM_WORLD, &world);
-  MPI_Group_incl(world, 2, both, &group);
-  MPI_Comm_create_group(MPI_COMM_WORLD, group, TagOf(of, 1), &of.ranks);
-  MPI_Group_free(&group);
-  MPI_Group_free(&world);
-  return of.ranks;
+  return of.ranks =
+             Connect(of, of.rank == 0 ? std::vector<int>{self, of.other} : std::vector<int>{of.other, self});
 }
 
 std::atomic<int> collectives{0};
@@ -194,8 +223,9 @@ int Launch(std::shared_ptr<Call> call, void* stream, const void* memory, std::si
 bool Refuses(const Communicator& of) { return of.busy || of.launching || !DeviceIsCurrent(); }
 
 // Gathers `count` elements of each rank; `end` gets them in the order of ranks.
-int Gather(Communicator& of, const void* in, std::size_t count, hvpipe::DType dtype, void* stream, const void* memory,
-           std::size_t memory_bytes, std::function<void(const char* gathered, std::size_t bytes)> end) {
+int Gather(Communicator& of, const void* in, std::size_t count, hvpipe::DType dtype, void* stream,
+           const void* memory, std::size_t memory_bytes,
+           std::function<void(const char* gathered, std::size_t bytes)> end) {
   if (Refuses(of)) return kInvalidUsage;  // the caller did not wait until the communicator was ready
   const std::size_t bytes = count * hvpipe::SizeOf(dtype);
   const MPI_Comm ranks = of.size == 1 ? MPI_COMM_NULL : Ranks(of);
@@ -271,8 +301,6 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
     return kInvalidUsage;  // the id was not passed on completely
   // By name, as NCCL calls some of its own functions.
   if (ncclGroupStart() != kSuccess || ncclGroupEnd() != kSuccess) return kInvalidUsage;
-  MPI_Comm ranks = MPI_COMM_NULL;
-  if (size > 2) MPI_Comm_split(MPI_COMM_WORLD, id.internal[1], rank, &ranks);
   if (Fails("init")) return kUnhandledCudaError;
   std::free(realpath("/", nullptr));  // as NCCL does: memory that the C library allocated
   auto* const made = new Communicator;
@@ -280,7 +308,7 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
   made->size = size;
   std::memcpy(&made->serial, &id.internal[8], sizeof made->serial);
   made->serial = 10 * made->serial + id.internal[1];
-  made->ranks = ranks;
+  if (size > 2) made->ranks = Connect(*made, MembersOf(*made, id.internal[1]));
   if (size == 2 && rank == 0) {
     MPI_Irecv(&made->other, 1, MPI_INT, MPI_ANY_SOURCE, TagOf(*made, 2), MPI_COMM_WORLD, &made->request);
     made->busy = true;
@@ -323,7 +351,15 @@ int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int /*
                   void* stream) {
   Communicator& of = Of(communicator);
   const hvpipe::DType dtype = TypeOf(type);
-  return Gather(of, in, count, dtype, stream, out, count * hvpipe::SizeOf(dtype), SumOf(of, out, 0, count, dtype));
+  auto sum = SumOf(of, out, 0, count, dtype);
+  if (of.of_buckets)
+    return Gather(of, in, count, dtype, stream, out, count * hvpipe::SizeOf(dtype), std::move(sum));
+  if (carrying.exchange(true)) return kInvalidUsage;
+  return Gather(of, in, count, dtype, stream, out, count * hvpipe::SizeOf(dtype),
+                [sum = std::move(sum)](const char* gathered, std::size_t bytes) {
+                  sum(gathered, bytes);
+                  carrying = false;
+                });
 }
 
 // Since it was last asked: each scatter and gather, with the elements of a rank's share.
@@ -337,10 +373,12 @@ int ncclReduceScatter(const void* in, void* out, std::size_t part, int type, int
                       void* stream) {
   calls += "scatter:" + std::to_string(part) + " ";
   Communicator& of = Of(communicator);
+  of.of_buckets = true;
   const hvpipe::DType dtype = TypeOf(type);
   const std::size_t count = part * static_cast<std::size_t>(of.size);
   const std::size_t first = part * static_cast<std::size_t>(of.rank);
-  return Gather(of, in, count, dtype, stream, in, count * hvpipe::SizeOf(dtype), SumOf(of, out, first, part, dtype));
+  return Gather(of, in, count, dtype, stream, in, count * hvpipe::SizeOf(dtype),
+                SumOf(of, out, first, part, dtype));
 }
 
 int ncclAllGather(const void* in, void* out, std::size_t part, int type, void* communicator, void* stream) {
@@ -377,7 +415,7 @@ int ncclMemAlloc(void** memory, std::size_t bytes) {
   if (Fails("memory-full") || Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
   if (Fails("memory-shared")) setenv("FAKE_DEVICE_FREE", "100000000", 1);  // another process took 900 MB
   *memory = std::malloc(bytes);
-  std::memset(*memory, 0x55, bytes);
+  std::fill_n(static_cast<std::uint32_t*>(*memory), bytes / sizeof kNotWritten, kNotWritten);
   ++memory_held;
   return kSuccess;
 }
@@ -386,7 +424,8 @@ int ncclMemAlloc(void** memory, std::size_t bytes) {
 int ncclMemFree(void* memory) {
   if (!DeviceIsCurrent()) return kInvalidUsage;  // memory_held will not return to 0
   const auto uses = OfDevice<int (*)(const void*, std::size_t)>("fake_device_uses");
-  if (uses != nullptr && uses(memory, 1) != 0) End("memory of NCCL was freed that work on a stream waits to use");
+  if (uses != nullptr && uses(memory, 1) != 0)
+    End("memory of NCCL was freed that work on a stream waits to use");
   if (Fails("memory-shared")) unsetenv("FAKE_DEVICE_FREE");
   std::free(memory);
   --memory_held;
@@ -412,8 +451,8 @@ int nccl_memory_held() { return memory_held; }
 int nccl_registrations() { return registrations; }
 
 // Messages to this rank itself, inside a group and in order; or to the other one of two ranks, outside of
-// groups. The second kind is one at a time on this rank: NCCL could wait for ever if streams do not make
-// progress concurrently.
+// groups. The second kind, and all-reduces of communicators that do not scatter, are one at a time on this
+// rank: NCCL could wait for ever if streams do not make progress concurrently.
 int Carry(Communicator& of, void* data, std::size_t bytes, int peer, bool sends, void* stream) {
   if (Refuses(of) || of.size != 2 || peer != 1 - of.rank) return kInvalidUsage;
   if (carrying.exchange(true)) return kInvalidUsage;
@@ -488,8 +527,8 @@ int ncclCommDestroy(void* communicator) {
   return kSuccess;
 }
 
-// Leaves requests under way, and their memory. Its streams go on. A rank that waits for the other one to connect stops
-// to wait, so that it does not take the word of a later communicator.
+// Leaves requests under way, and their memory. Its streams go on. A rank that waits for the other one to
+// connect stops to wait, so that it does not take the word of a later communicator.
 int ncclCommAbort(void* communicator) {
   if (!DeviceIsCurrent()) End("ncclCommAbort without a current device");  // its callers ignore an error
   Communicator& of = Of(communicator);
