@@ -94,6 +94,13 @@ class Layout:
         """Return the world ranks that hold a stage, ascending."""
         return tuple(sorted(self.ranks[rank] for rank in self._whole.ranks_of(stage)))
 
+    def peers_of(self, world_rank: int) -> tuple[int, ...]:
+        """Return the world ranks with which a rank exchanges tensors in training, ascending."""
+        program = self.program(self.microbatches, world_rank, True)
+        messages = [step.message for step in program.program if not isinstance(step, Action)]
+        ends = {end for message in messages for end in (message.source, message.target)}
+        return tuple(sorted(self.ranks[rank] for rank in ends - {program.rank}))
+
 
 def layout_of(graph: LayerGraph, plan: Plan, ranks: Sequence[int]) -> Layout:
     """Lay a model out on the ranks according to a plan.

@@ -176,6 +176,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         channel = TensorChannel(session, device_of_messages(session))
         samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
         with ending_all(session):
+            channel.connect(layout.peers_of(session.world.rank))
             shared = SharedVariables(session, layout, channel)
             shared.broadcast()
         undo = None

@@ -23,8 +23,9 @@ from hvpipe.session import Session
 _TAGS = 2_000
 _MOST_AXES = 8
 _DEVICE_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-# A group's first sums, of both sizes: NCCL allocates what it needs for each before TensorFlow fills the GPU.
-_FIRST_SUMS = (1 << 8, 1 << 22)
+# Elements of first messages, and of first sums: NCCL allocates before TensorFlow fills the GPU. How it sums
+# depends on the size.
+_FIRST_MESSAGE, _FIRST_SUMS = 1 << 8, (1 << 8, 1 << 22)
 
 
 class TensorChannel:
@@ -100,6 +101,18 @@ class TensorChannel:
             header = self._engine.receive(8 * (_MOST_AXES + 1), peer, tag, what)
         tag = self._next_tag(self._received, peer)
         return PendingTensor(self._engine, peer, tag, tf.as_dtype(dtype), shape, what, device, header)
+
+    def connect(self, peers: Sequence[int]) -> None:
+        """Let NCCL connect this rank with others, which connect with it."""
+        if not self.by_nccl:
+            return
+        shape, what = (_FIRST_MESSAGE,), "a first message"
+        pending = [self.receive(peer, tf.float32, shape, what) for peer in peers]
+        for peer in peers:
+            self.send(peer, tf.zeros(shape), tf.float32, shape, what)
+        for message in pending:
+            message.wait()
+        self.finish()
 
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group of ranks (ascending, with this one) and return its number; collective over them."""

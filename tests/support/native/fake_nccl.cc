@@ -194,7 +194,7 @@ MPI_Comm Ranks(Communicator& of) {
              Connect(of, of.rank == 0 ? std::vector<int>{self, of.other} : std::vector<int>{of.other, self});
 }
 
-std::atomic<int> collectives{0};
+std::atomic<int> collectives{0}, communicators{0};  // made so far
 
 // Hands a call that uses this memory to a stream, or runs it at once.
 int Launch(std::shared_ptr<Call> call, void* stream, const void* memory, std::size_t bytes) {
@@ -318,6 +318,7 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
     MPI_Isend(&made->told, 1, MPI_INT, made->other, TagOf(*made, 2), MPI_COMM_WORLD, &made->request);
     made->busy = true;
   }
+  ++communicators;
   *out = made;
   return kInProgress;
 }
@@ -447,6 +448,7 @@ int ncclCommDeregister(void* communicator, void* registration) {
 #endif
 
 int nccl_collectives() { return collectives; }
+int nccl_communicators() { return communicators; }
 int nccl_memory_held() { return memory_held; }
 int nccl_registrations() { return registrations; }
 

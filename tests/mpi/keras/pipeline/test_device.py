@@ -27,6 +27,11 @@ def device() -> Any:
     return ctypes.CDLL(open_in_session())
 
 
+def nccl() -> Any:
+    """Return the fake NCCL."""
+    return ctypes.CDLL(current().engine._settings.nccl_library)
+
+
 @pytest.fixture
 def sent(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Keep the tensors of new pipelines on the device. Return the list of tensors sent between devices."""
@@ -81,12 +86,12 @@ def test_half_types_and_open_shapes(sent: list[Any]) -> None:
 
 
 def test_messages_reuse_memory(device: Any, sent: list[Any]) -> None:
-    """What messages hold does not grow with every step, only when more of them are in flight at once."""
+    """Messages need more memory only if more are in flight at once. NCCL connects the ranks before."""
     keras.utils.set_random_seed(5)
     x, y = batches(MODELS["mlp"], 8)
     microbatches, steps = 4, 12
     pipe = compile_as_all(hk.pipeline_parallel(MODELS["mlp"], microbatches=microbatches))
-    held = []
+    held, communicators = [], nccl().nccl_communicators()
     for _ in range(steps):
         before = len(sent)
         pipe.train_on_batch(x, y)
@@ -94,6 +99,7 @@ def test_messages_reuse_memory(device: Any, sent: list[Any]) -> None:
         current().engine.agree("end of a step")
         held.append(device.things_held())
     assert held[-1] - held[0] < steps, held
+    assert nccl().nccl_communicators() == communicators
 
 
 @pytest.mark.every_size
