@@ -1,7 +1,7 @@
-"""The command `hvpipe bench`, or `python -m bench`: run, step, tune, report, advise, compare, readme.
+"""The command `hvpipe bench`, or `python -m bench`: run, step, tune, report, advise, readme.
 
-Exit codes: 0 done; 1 some rounds failed or had no hosts, or `compare` found a regression; 2 wrong usage, or
-nothing could be run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
+Exit codes: 0 done; 1 some rounds failed or had no hosts; 2 wrong usage, or nothing could be run or read;
+130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from bench.evaluation.suite import Group, Suite
 from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes
-from bench.report.compare import compare
 from bench.report.figures import all_figures
 from bench.report.files import show_figures, write_outputs
 from bench.report.readme import rewrite
@@ -64,8 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hvpipe bench",
         description="Measure native TensorFlow, Horovod and hvpipe side by side.",
-        epilog="exit codes: 0 done; 1 some rounds failed, or compare found a regression; "
-        "2 wrong usage, or nothing could be run or read; 128 + n ended by signal n (130: Ctrl-C)",
+        epilog="exit codes: 0 done; 1 some rounds failed; 2 wrong usage, or nothing could be run or read; "
+        "128 + n ended by signal n (130: Ctrl-C)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a suite, or continue an interrupted one")
@@ -100,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
         add_task_arguments(each)
         _add_where(each)
         each.add_argument("--json", action="store_true", help="print the figures as JSON")
-    report = commands.add_parser("report", help="write the report, CSV and JSON of a folder again")
+    report = commands.add_parser("report", help="write the report and JSON of a folder again")
     report.add_argument("folder", type=Path, metavar="DIR", help="a folder that `run` wrote")
     report.add_argument("--json", action="store_true", help="print the figures as JSON")
     report.set_defaults(act=_report)
@@ -108,11 +107,6 @@ def make_parser() -> argparse.ArgumentParser:
     advise.add_argument("folder", type=Path, metavar="DIR", help="results.json, or its folder")
     advise.add_argument("--json", action="store_true", help="as JSON")
     advise.set_defaults(act=_advise)
-    versus = commands.add_parser("compare", help="find what became slower beyond noise")
-    versus.add_argument("before", type=Path, metavar="BEFORE", help="results.json, or its folder")
-    versus.add_argument("after", type=Path, metavar="AFTER", help="results.json, or its folder")
-    versus.add_argument("--json", action="store_true", help="as JSON")
-    versus.set_defaults(act=_compare)
     readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
     readme.add_argument("results", type=Path, metavar="DIR", help="results.json, or its folder")
     readme.add_argument(
@@ -327,12 +321,6 @@ def _advise(options: argparse.Namespace) -> int:
         )
     print(text)
     return 0
-
-
-def _compare(options: argparse.Namespace) -> int:
-    found = compare(_read(options.before), _read(options.after))
-    print(json.dumps(found.to_json(), indent=1) if options.json else found.to_text())
-    return 1 if found.regressed else 0
 
 
 def _readme(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The files of an evaluation: results.json, results.csv, report.html; and its figures on a terminal."""
+"""The files of an evaluation: results.json, report.html; and its figures on a terminal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from bench.report import modes
 from bench.report.figures import CaseFigures, all_figures, by_group, not_measured
 from bench.report.headlines import cautions, comparisons, headlines
 from bench.report.page import page
-from bench.report.spreadsheet import to_csv
 from hvpipe.atomic_file import atomic_file
 
 
 def write_outputs(outcome: EvaluationOutcome, folder: Path) -> list[Path]:
-    """Write the three files into the folder, each atomically. Return their paths."""
+    """Write both files into the folder, each atomically. Return their paths."""
     outputs: dict[str, Callable[[EvaluationOutcome], str]] = {
         "results.json": EvaluationOutcome.to_json,
-        "results.csv": to_csv,
         "report.html": page,
     }
     for name, make in outputs.items():

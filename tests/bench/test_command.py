@@ -41,7 +41,6 @@ FLAGS = {
     "step": sorted([*TASK_FLAGS, "--out", "--systems"]),
     "tune": sorted([*TASK_FLAGS, "--keep", "--system"]),
     "report": ["--help", "--json", "-h"],
-    "compare": ["--help", "--json", "-h"],
     "advise": ["--help", "--json", "-h"],
     "readme": ["--file", "--help", "-h"],
 }
@@ -257,12 +256,9 @@ def test_one_cluster_for_a_whole_suite(
 def test_report_writes_the_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = (finished(case("single"), 1.0), finished(case("hvpipe-step"), 2.0))
     folder = written(tmp_path / "a", *rounds)
-    for name in ("report.html", "results.csv"):
-        (tmp_path / "a" / name).unlink()
+    (tmp_path / "a" / "report.html").unlink()
     assert command.main(["report", folder]) == 0
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
-        *("report.html", "results.csv", "results.json"),
-    ]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["report.html", "results.json"]
     assert EvaluationOutcome.read(tmp_path / "a") == outcome(*rounds)
     shown = capsys.readouterr().out
     assert "hvpipe-step   2 s" in shown
@@ -316,24 +312,21 @@ def test_a_report_of_an_interrupted_run(tmp_path: Path) -> None:
     journal = Journal(tmp_path, outcome().setting)
     journal.add_round(finished(case("hvpipe-step"), 2.0))
     assert command.main(["report", str(tmp_path)]) == 0
-    assert "hvpipe-step" in (tmp_path / "results.csv").read_text()
+    assert "hvpipe-step" in (tmp_path / "report.html").read_text()
     journal.add_round(finished(case("tf-mwms"), 3.0))
     assert command.main(["report", str(tmp_path)]) == 0
     assert len(EvaluationOutcome.read(tmp_path).rounds) == 2
 
 
-def test_an_interrupted_run_can_be_compared_and_shown(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "after", outcome().setting)
+def test_the_newer_rounds_of_an_interrupted_run_go_into_the_readme(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, outcome().setting)
     journal.add_round(finished(case("hvpipe-step"), 1.0))
-    before = written(tmp_path / "before", finished(case("hvpipe-step"), 1.0))
-    assert command.main(["compare", before, str(tmp_path / "after")]) == 0
     # The journal counts, with its newer round, not the results written before.
-    write_outputs(journal.outcome, tmp_path / "after")
+    write_outputs(journal.outcome, tmp_path)
     journal.add_round(finished(case("hvpipe-step"), 5.0, number=1))
-    assert command.main(["compare", before, str(tmp_path / "after")]) == 1
     readme = tmp_path / "README.md"
     readme.write_text(f"{BEGIN}\n{END}\n")
-    assert command.main(["readme", str(tmp_path / "after"), "--file", str(readme)]) == 0
+    assert command.main(["readme", str(tmp_path), "--file", str(readme)]) == 0
     assert "3 s" in readme.read_text()
 
 
@@ -344,23 +337,11 @@ def test_the_comparison_goes_into_the_benchmarks_readme() -> None:
     assert (text.count(BEGIN), text.count(END)) == (1, 1)
 
 
-def test_compare_is_exit_code_1_if_something_is_slower(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = written(tmp_path / "a", finished(case("hvpipe-step"), 1.0, 1.0))
-    after = written(tmp_path / "b", finished(case("hvpipe-step"), 2.0, 2.0))
-    assert command.main(["compare", before, f"{after}/results.json"]) == 1
-    assert "1 slower" in capsys.readouterr().out
-    assert command.main(["compare", after, before, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["changes"][0]["verdict"], found["regressed"]) == ("faster", False)
-
-
 def test_unreadable_results_are_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("hvpipe bench report: Results should be a file")
     (tmp_path / "results.json").write_bytes(b"\xff")
-    for words in (["report", str(tmp_path / "results.json")], ["compare", str(tmp_path), str(tmp_path)]):
+    for words in (["report", str(tmp_path / "results.json")], ["advise", str(tmp_path)]):
         assert command.main(words) == 2
         assert "Received: " in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
@@ -377,9 +358,9 @@ def test_hvpipe_bench_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("os.execve", record)
     with pytest.raises(SystemExit, match="7"):
-        cli.main(["bench", "compare", "a.json", "b.json", "--json"])
+        cli.main(["bench", "advise", "a.json", "--json"])
     checkout = str(Path(command.__file__).parents[1])
-    assert started == [[sys.executable, "-m", "bench", "compare", "a.json", "b.json", "--json", checkout]]
+    assert started == [[sys.executable, "-m", "bench", "advise", "a.json", "--json", checkout]]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the current folder")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from dataclasses import replace
 
@@ -15,7 +13,6 @@ from bench.hosts.links import LinkFacts
 from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pays
 from bench.report.headlines import headlines
 from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means, shares_gain
-from bench.report.spreadsheet import to_csv
 from bench.report.usage import disturbed
 from bench.rounds.record import RankRound, Round, Task
 from bench.rounds.timed_steps import counted, steps_noise
@@ -267,40 +264,6 @@ def test_every_case_with_figures_has_one_row(parts: list[tuple[str, list[float]]
     assert list(by_group(rows)) == ["resnet50-64/8/2x1gbit-2/weak"]
 
 
-def test_the_csv_has_a_row_for_each_case() -> None:
-    rounds = (
-        finished(case("hvpipe-step"), 2.0, accuracy=[0.5, 0.9]),
-        Round(case("horovod"), 0, skipped="not installed"),
-        Round(case("tf-ps"), 0, error="crashed"),
-    )
-    rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds)))))
-    assert [(each["system"], each["state"]) for each in rows] == [
-        ("hvpipe-step", "ok"),
-        ("horovod", "skipped"),
-        ("tf-ps", "failed"),
-    ]
-    assert (rows[0]["step_s"], rows[0]["accuracy"], rows[1]["step_s"]) == ("2", "0.9", "")
-    assert math.isclose(float(rows[0]["samples_per_s"]), 8)
-
-
-def test_the_csv_shows_every_difference_between_cases() -> None:
-    shared = replace(TASK, shares=(11, 5), threads=2)
-    rounds = (finished(case("single"), 2.0), finished(case("single", task=shared), 2.0))
-    rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds)))))
-    assert [(row["batch"], row["shares"], row["threads"]) for row in rows] == [
-        ("8", "", "1"),
-        ("8", "11+5", "2"),
-    ]
-    assert [row["key"] for row in rows] == [each.case.key for each in rounds]
-    assert len({tuple(row.values()) for row in rows}) == 2
-
-
-def test_the_csv_says_how_many_rounds_of_a_case_failed() -> None:
-    rounds = (finished(case("tf-ps"), 2.0), Round(case("tf-ps"), 1, error="crashed"))
-    (row,) = csv.DictReader(io.StringIO(to_csv(outcome(*rounds))))
-    assert row["state"] == "failed in 1 of 2"
-
-
 def test_cores_and_gpu_use_are_given_for_every_rank() -> None:
     def used(cores: float, *power_w: float) -> RankRound:
         samples = [{"at_s": 0.1 * i, "gpu_power_w": watt} for i, watt in enumerate(power_w)]
@@ -314,18 +277,6 @@ def test_cores_and_gpu_use_are_given_for_every_rank() -> None:
     (found,) = all_figures(outcome(*rounds))
     assert found.usage.cores == (pytest.approx(0.95), pytest.approx(0.5))
     assert found.usage.gpu == {"gpu_power_w": (pytest.approx(200.0), None)}
-    (row,) = csv.DictReader(io.StringIO(to_csv(outcome(*rounds))))
-    assert (row["cores_by_rank"], row["gpu_power_w_by_rank"]) == ("0.95+0.5", "200+")
-
-
-def test_the_csv_gives_the_speedup_over_each_system() -> None:
-    times = (("single", 1.0), ("tf-mwms", 3.0), ("hvpipe-step", 2.0))
-    rounds = [finished(case(name), s) for name, s in times]
-    failed = Round(case("horovod"), 1, error="crashed")
-    rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds, finished(case("horovod"), 4.0), failed)))))
-    saved = [(row["system"], row["hvpipe_step_speedup"], row["hvpipe_step_reduction"]) for row in rows]
-    assert saved[0] == ("single", "", "")  # `single` shares no gradients, so it is no rival
-    assert saved[1:] == [("tf-mwms", "1.5", "0.333333"), ("hvpipe-step", "", ""), ("horovod", "", "")]
 
 
 @pytest.mark.parametrize(("cores", "named"), [(0.9, False), (0.8, False), (0.7, True)])
