@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,12 +32,6 @@ class TwoWayRate:
         """The mean of the two directions: the most that a ring can reach, as it uses both alike."""
         return (self.forward_bits_per_s + self.backward_bits_per_s) / 2
 
-    def describe(self) -> str:
-        return (
-            f"{self.bits_per_s / 1e6:.1f} Mb/s each way with both ways busy "
-            f"({self.forward_bits_per_s / 1e6:.1f} there, {self.backward_bits_per_s / 1e6:.1f} back)"
-        )
-
 
 def measure_two_way(cluster: Hosts, first: str, second: str, *, seconds: float = 4.0) -> TwoWayRate:
     """Stream both ways between two hosts for `seconds`, after one second that does not count."""
@@ -47,19 +43,16 @@ def measure_two_way(cluster: Hosts, first: str, second: str, *, seconds: float =
     return TwoWayRate(sent["forward_bits_per_s"], sent["backward_bits_per_s"])
 
 
-class _serving:
-    """Runs a server process inside a host and ends it with the block."""
-
-    def __init__(self, cluster: Hosts, host: str, command: list[str]) -> None:
-        self._line = cluster.host_command(host, command)
-
-    def __enter__(self) -> None:
-        nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal on its stdin
-        self._process = subprocess.Popen(self._line, stdin=nothing, stdout=nothing, stderr=nothing)
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(timeout=10)
+@contextmanager
+def _serving(cluster: Hosts, host: str, command: list[str]) -> Iterator[None]:
+    """Run a server process inside a host until the block ends."""
+    nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal on its stdin
+    line = cluster.host_command(host, command)
+    with subprocess.Popen(line, stdin=nothing, stdout=nothing, stderr=nothing) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
 
 
 def _retry(cluster: Hosts, host: str, command: list[str], timeout_s: float) -> str:

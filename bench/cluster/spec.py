@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench.errors import BenchError
 from hvpipe.config_file import Table, read_document
@@ -97,13 +96,6 @@ class ClusterSpec:
             slots = "" if host.slots == 1 else f" {host.slots} slots"
             parts.append(f"{host.name} {format_rate(host.rate_bits_per_s)}{cpus}{slots}")
         return f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}: {', '.join(parts)}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ClusterSpec:
-        return ClusterSpec(tuple(HostSpec(**host) for host in data["hosts"]))
 
 
 def equal_hosts(

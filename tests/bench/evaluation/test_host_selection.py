@@ -42,7 +42,7 @@ def test_without_root_plain_loopback_is_used_and_noted(monkeypatch: pytest.Monke
 def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(self: VirtualCluster, owner_pid: int = 0) -> None:
+    def refuse(self: VirtualCluster) -> None:
         raise BenchError("`ip netns add` failed: Operation not permitted.")
 
     monkeypatch.setattr(host_selection, "require_privileges", lambda: None)
@@ -56,7 +56,7 @@ def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
 def test_limits_that_do_not_work_here_are_noted_once(
     lacking: str, loopback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def up(self: VirtualCluster, owner_pid: int = 0) -> None:
+    def up(self: VirtualCluster) -> None:
         (host,) = self.spec.hosts
         if lacking == "rate" and host.rate_bits_per_s is not None:
             raise BenchError("no token bucket")
