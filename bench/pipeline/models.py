@@ -8,7 +8,8 @@ from typing import Any
 from bench.rounds.record import Task
 from bench.training.workloads import WORKLOADS, endless, synthetic, transformer_trunk
 
-MODELS = (*(name for name, each in WORKLOADS.items() if each.data == "images"), "transformer")
+MODELS = {"resnet50": 64, "vgg16": 64, "transformer": 128}
+"""Pixels or tokens by model."""
 _TOKENS = 100  # vocabulary of the transformer
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from bench.metrics import format_time, relative_spread, table
+
+_CLOSE = 0.10  # relative to the simulated step
+_NEAR = 0.03  # relative to the fastest plan
 
 
 @dataclass(frozen=True)
@@ -88,3 +91,62 @@ class PipelineReport:
     def from_dict(data: dict[str, Any]) -> PipelineReport:
         """Read what asdict returned, perhaps through JSON."""
         return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in data["cases"])})
+
+
+def summary(reports: Mapping[str, PipelineReport]) -> str:
+    """Return a table of all cases, and the main figures."""
+    every = [case for report in reports.values() for case in report.cases]
+    # A draw of random has its number in its name: "random 0".
+    others = [m for m in dict.fromkeys(c.method for c in every) if m.split()[0] not in ("greedy", "random")]
+    titles = ["case", "micro-batches", "greedy", "over simulated", "over bound"]
+    titles += ["random", "over simulated", "saved", *others]
+    rows = []
+    for name, report in reports.items():
+        greedy = report.cases[0]
+        bound = "" if greedy.bound_s is None else f"{greedy.seconds() / greedy.bound_s:.2f}"
+        row = [name, str(report.microbatches), format_time(greedy.seconds()), f"{_over(greedy):.2f}", bound]
+        if middle := _middle(report, "random"):
+            saved = 1 - greedy.seconds() / middle.seconds()
+            row += [format_time(middle.seconds()), f"{_over(middle):.2f}", f"{100 * saved:.0f} %"]
+        else:
+            row += [""] * 3
+        steps = {case.method: format_time(case.seconds()) for case in report.cases}
+        rows.append([*row, *(steps.get(method, "") for method in others)])
+    lines = [table(titles, rows)]
+    for what, cases in (("greedy plans", [p for p in every if p.method == "greedy"]), ("all plans", every)):
+        close = sum(abs(_over(case) - 1) <= _CLOSE for case in cases)
+        lines.append(f"{what} within {_CLOSE:.0%} of the simulation: {close} of {len(cases)}")
+    for method in ("random", "even"):
+        of_method = {name: middle for name in reports if (middle := _middle(reports[name], method))}
+        if not of_method:
+            continue
+        speedups = [m.seconds() / reports[name].cases[0].seconds() for name, m in of_method.items()]
+        mean = sum(1 - 1 / speedup for speedup in speedups) / len(speedups)
+        lines.append(
+            f"greedy against {method}: {mean:.0%} less time (arithmetic mean), "
+            f"{geometric_mean(speedups):.2f}x (geometric mean), worst {min(speedups):.2f}x"
+        )
+    if best := [ratio for report in reports.values() for ratio in _chosen_over_fastest(report)]:
+        near = sum(ratio <= 1 + _NEAR for ratio in best)
+        lines.append(
+            f"the chosen plan within {_NEAR:.0%} of the fastest one measured: {near} of {len(best)}; "
+            f"{geometric_mean(best):.3f}x (geometric mean), worst {max(best):.3f}x"
+        )
+    return "\n".join(lines)
+
+
+def _middle(report: PipelineReport, method: str) -> MeasuredPlan | None:
+    """Return the draw of the method with the median step, the upper of two; None if it was not measured."""
+    draws = [case for case in report.cases if case.method.split()[0] == method]
+    return sorted(draws, key=MeasuredPlan.seconds)[len(draws) // 2] if draws else None
+
+
+def _chosen_over_fastest(report: PipelineReport) -> list[float]:
+    """Return the step of the chosen plan, if it was measured, over the shortest one."""
+    fastest_s = min(case.seconds() for case in report.cases)
+    return [case.seconds() / fastest_s for case in report.cases if case.method == "chosen"]
+
+
+def _over(case: MeasuredPlan) -> float:
+    """Return the measured step over the simulated one."""
+    return case.seconds() / case.forecast_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,20 +17,25 @@ from bench.pipeline.report import MeasuredPlan, PipelineReport
 from bench.rounds.record import Task
 from bench.training.prepare import prepare_tensorflow
 
+METHODS = (
+    *("chosen", "greedy", "even", "pipedream", "data"),
+    *("round_robin", "random", "random_cuts", "m_topo", "m_etf"),
+)
+"""`chosen` is what the search finds for all ranks, with any schedule; `data` is one stage on all ranks."""
 _SCHEDULE = "1f1b"  # of all plans but the chosen one
+_PROFILED_MICROBATCHES = 8  # until the planner has chosen their number
 # Kinds of computing, and the counters of their seconds.
 _COMPUTING = {kind: f"{kind}_s" for kind in ("forward", "backward", "update")}
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Which plans are trained, in how many micro-batches (None: what greedy finds best), and for how long."""
+    """Which plans are trained, with so many draws of the random ones, and for how long."""
 
-    methods: tuple[str, ...] = ("greedy", "random")
-    seeds: int = 2
-    microbatches: int | None = None
-    rounds: int = 3
-    steps: int = 3
+    methods: tuple[str, ...]
+    seeds: int
+    rounds: int
+    steps: int  # of a plan in a round
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,13 @@ class _Trained:
     computing_s: dict[str, Counter[str]]
 
 
-def measure(task: Task, options: WorkerOptions, where: str, say: Callable[[str], None]) -> PipelineReport:
+def measure(task: Task, options: WorkerOptions, where: str) -> PipelineReport:
     """Profile once, then train every plan in rounds. Every rank calls this and gets the report."""
     keras = prepare_tensorflow(task.threads)
     import hvpipe
 
     hvpipe.init()
-    tell = say if hvpipe.rank() == 0 else lambda text: None
+    tell = _say if hvpipe.rank() == 0 else lambda text: None
     build = model_function(keras, task)
     question = _question(build, task, options, tell)
     plans = _plans(question, options)
@@ -67,6 +73,10 @@ def measure(task: Task, options: WorkerOptions, where: str, say: Callable[[str],
     )
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _question(
     build: Callable[[], Any], task: Task, options: WorkerOptions, tell: Callable[[str], None]
 ) -> Any:
@@ -83,7 +93,7 @@ def _question(
         return hk.measure(build, (x[:samples], y[:samples]), progress=False, optimizer="sgd")
 
     tell("profiling ...")
-    samples = math.ceil(task.batch / (options.microbatches or 8))
+    samples = math.ceil(task.batch / _PROFILED_MICROBATCHES)
     measured = profile_of(samples)
     cluster = hvpipe.broadcast_object(measure_cluster(measured))
     measured = hvpipe.broadcast_object(measured)
@@ -93,13 +103,11 @@ def _question(
         profile = measured.at_batch(math.ceil(task.batch / microbatches))
         return PlanRequest(profile, cluster, how, hvpipe.size())
 
-    count = options.microbatches
-    if count is None:
-        least = hvpipe.size() if "data" in options.methods else 1  # data parallel: one for each rank
-        count = max(best_microbatches(ask, task.batch).pipelining.microbatches, least)
-        if (chosen := math.ceil(task.batch / count)) != samples:
-            tell(f"profiling micro-batches of {chosen} samples ...")
-            measured = hvpipe.broadcast_object(profile_of(chosen))
+    least = hvpipe.size() if "data" in options.methods else 1  # data parallel: one for each rank
+    count = max(best_microbatches(ask, task.batch).pipelining.microbatches, least)
+    if (chosen := math.ceil(task.batch / count)) != samples:
+        tell(f"profiling micro-batches of {chosen} samples ...")
+        measured = hvpipe.broadcast_object(profile_of(chosen))
     return ask(count)
 
 

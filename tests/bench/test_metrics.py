@@ -144,8 +144,9 @@ def test_all_reduce_report_as_json_and_text() -> None:
     ("words", "match"),
     [
         (["--min", "1M", "--max", "4K"], "Received: smallest=1048576"),
-        (["--hosts", "2", "--rate", "fast"], "Received: rate='fast'"),
-        (["--spec", "none.toml"], "none.toml"),
+        (["--cluster", "2xfast"], "Received: rate='fast'"),
+        (["--cluster", "none.toml"], "none.toml"),
+        (["--cluster", "2x1gbit", "--hosts", "a"], "Give --hosts or --cluster"),
     ],
 )
 def test_all_reduce_refuses_bad_options(
