@@ -24,7 +24,7 @@ from bench.evaluation.host_selection import HostSelection, one_cluster, select_h
 from bench.evaluation.journal import Journal
 from bench.evaluation.one_group import add_task_arguments, suite_of
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.evaluation.progress import shown
+from bench.evaluation.progress import EvaluationProgress
 from bench.evaluation.read_suite import read_suite, suite_names
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
@@ -70,9 +70,6 @@ def make_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a suite, or continue an interrupted one")
     run.add_argument("suite", metavar="SUITE", help=f"{', '.join(suite_names())}, or a TOML file")
     run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
-    run.add_argument(
-        "--host-counts", metavar="LIST", help="also run on only the first hosts of --hosts, as in 1,2"
-    )
     run.add_argument("--rounds", type=int, metavar="N", help="at most N rounds of each system")
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
     _add_where(run)
@@ -137,8 +134,6 @@ def _run(options: argparse.Namespace) -> int:
         suite = suite.only_systems(name.strip() for name in options.systems.split(","))
     if options.rounds is not None:
         suite = suite.at_most(options.rounds)
-    if options.host_counts is not None:
-        selection = selection.on_counts(options.host_counts)
     evaluation = _evaluation(suite, selection, options, SYSTEMS)
     if options.plan:
         print(evaluation.describe())
@@ -205,8 +200,8 @@ def _one_group(
     if folder is not None:
         outcome = _measured(evaluation, folder, retry_failed=True)
     else:
-        with TemporaryDirectory(prefix="hvpipe-bench-") as kept, shown(evaluation.rounds()) as progress:
-            outcome = evaluation.run(Path(kept), progress)
+        with TemporaryDirectory(prefix="hvpipe-bench-") as kept:
+            outcome = evaluation.run(Path(kept), EvaluationProgress(evaluation.rounds()))
     if _none_installed(outcome):
         raise BenchError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
     return outcome
@@ -249,8 +244,7 @@ def _evaluation(
 
 def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> EvaluationOutcome:
     try:
-        with shown(evaluation.rounds()) as progress:
-            return evaluation.run(folder, progress, retry_failed=retry_failed)
+        return evaluation.run(folder, EvaluationProgress(evaluation.rounds()), retry_failed=retry_failed)
     except (KeyboardInterrupt, SystemExit):
         print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
         raise

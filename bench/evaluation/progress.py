@@ -1,11 +1,9 @@
-"""The progress of an evaluation and the time left: a bar on a terminal, plain lines elsewhere."""
+"""The progress of an evaluation and the time left, a line each."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TextIO
 
 
@@ -38,50 +36,6 @@ class EvaluationProgress:
 
     def say(self, text: str) -> None:
         print(text, file=self._out, flush=True)
-
-
-class BarProgress(EvaluationProgress):
-    """Shows the same as a bar at the bottom of the terminal."""
-
-    def __init__(self, rounds: int) -> None:
-        super().__init__(rounds)
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        columns = (BarColumn(), TextColumn("{task.description}"))
-        self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("")
-
-    def __enter__(self) -> BarProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def working_on(self, what: str) -> None:
-        said = f"{self.describe()}  {what}"
-        self._bar.update(self._task, completed=self._done, total=self._rounds, description=said)
-
-    def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
-
-
-@contextmanager
-def shown(rounds: int) -> Iterator[EvaluationProgress]:
-    """Yield a bar if standard error is a terminal and rich is installed, else plain lines."""
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        drawable = False
-    else:
-        drawable = sys.stderr.isatty()
-    if not drawable:
-        yield EvaluationProgress(rounds)
-        return
-    with BarProgress(rounds) as progress:
-        yield progress
 
 
 def format_left(seconds: float) -> str:

@@ -56,8 +56,10 @@ class Evaluation:
         missing: Mapping[str, str],
         software: Mapping[str, str] | None = None,
     ) -> None:
-        """`missing` says why a system cannot run here, by name. `software` is from describe_software."""
-        self._suite = selection.fit(suite)
+        """`suite` fits the selection, `missing` says by name why a system cannot run here, `software` is from
+        describe_software.
+        """
+        self._suite = suite
         self._selection = selection
         self._run_round = run_round
         self._missing = missing

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -52,7 +52,13 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     cases = list(all_cases(_MODELS, (4, 8)))
-    report = PlanningReport(_MICROBATCHES, _DRAWS, tuple(_shown(cases, measure)))
+    results = []
+    for number, case in enumerate(cases, start=1):
+        print(
+            f"{number} of {len(cases)}: {case.model}, {case.devices} devices, {case.limits}", file=sys.stderr
+        )
+        results.append(measure(case))
+    report = PlanningReport(_MICROBATCHES, _DRAWS, tuple(results))
     print(report.to_text())
     if options.json:
         options.json.write_text(report.to_json() + "\n")
@@ -104,19 +110,6 @@ def _random_step_s(profile: Profile, cluster: Cluster, how: Pipelining, draws: i
             return None
         steps.append(forecast(plan, profile, cluster).step_s)
     return median(steps)
-
-
-def _shown(cases: Sequence[PlanningCase], run: Callable[[PlanningCase], Result]) -> Iterator[Result]:
-    """Run the cases with a progress bar on the terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("planning", total=len(cases))
-        for case in cases:
-            progress.update(task, description=f"{case.model}, {case.devices} devices, {case.limits}")
-            yield run(case)
-            progress.advance(task)
 
 
 if __name__ == "__main__":

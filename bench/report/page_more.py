@@ -13,7 +13,6 @@ from bench.report.figures import (
     by_group,
     computes_alone,
     rounds_by_case,
-    samples,
 )
 from bench.report.learning import SHARE, ends_of_epochs_s, learning
 from bench.report.markup import around, element, figure, folded, table
@@ -35,7 +34,7 @@ _Series = dict[str, tuple[list[float], list[float]]]
 
 
 def scaling(rows: list[CaseFigures]) -> str:
-    """Plot efficiency over the number of ranks, with constant samples a rank (weak) and a step (strong)."""
+    """Plot efficiency over the number of ranks, with constant samples a rank."""
     families: dict[str, list[CaseFigures]] = {}
     for row in rows:
         match = _EQUAL_HOSTS.fullmatch(row.case.cluster)
@@ -49,7 +48,6 @@ def scaling(rows: list[CaseFigures]) -> str:
         ):
             what = f"{task.workload}, {task.pixels}, links {match[1]}"
             families.setdefault(f"weak scaling: {what}, {task.batch} samples a rank", []).append(row)
-            families.setdefault(f"strong scaling: {what}, {samples(row.case)} samples a step", []).append(row)
     plots = []
     for title, members in families.items():
         if len({row.case.ranks for row in members}) < 2:

@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of an evaluation. `cluster` is a name of the suite; `scaling` is weak or strong.
+    """One row of an evaluation. `cluster` is a name of the suite.
 
     `single` trains on all ranks at once, each as if alone. So it measures the computing of a step, also where
     ranks share cores or one of them is slow. It is the reference for the bound and the scaling efficiency.
@@ -59,14 +59,13 @@ class Case:
     cluster: str
     ranks: int
     task: Task
-    scaling: str = "weak"
 
     @property
     def key(self) -> str:
         """Unique in a suite, and the same in every run of it."""
         task = self.task
         size = "+".join(map(str, task.shares)) if task.shares else str(task.batch)
-        kind = f"{task.epochs}-epochs" if task.epochs else self.scaling
+        kind = f"{task.epochs}-epochs" if task.epochs else "weak"  # weak scaling: a batch is a rank's
         return f"{task.workload}-{task.pixels}/{size}/{self.cluster}-{self.ranks}/{kind}/{self.system}"
 
     @property
@@ -134,7 +133,7 @@ class Round:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Round:
         """Read what to_dict returned, perhaps through JSON."""
-        case = dict(data["case"])
+        case = {k: v for k, v in data["case"].items() if k != "scaling"}  # older results have it
         task = dict(case.pop("task"))
         task["shares"] = tuple(task["shares"])
         ranks = tuple(rank_round(rank) for rank in data["ranks"])

@@ -35,7 +35,7 @@ TASK_FLAGS = [
 ]
 FLAGS = {
     "run": [
-        *("--cluster", "--help", "--host-counts", "--hosts", "--json", "--out", "--plan", "--python"),
+        *("--cluster", "--help", "--hosts", "--json", "--out", "--plan", "--python"),
         *("--retry-failed", "--rounds", "--systems", "--threads", "-h"),
     ],
     "step": sorted([*TASK_FLAGS, "--out", "--systems"]),
@@ -141,7 +141,6 @@ def test_without_any_installed_system_the_exit_code_is_2(
             ["--hosts", "a,b", "--cluster", "2x1gbit"],
             "Give --hosts or --cluster. Received: 'a,b' and '2x1gbit'",
         ),
-        (["--host-counts", "2"], "goes with --hosts. Received: --host-counts '2' alone"),
         (["--cluster", "cloud"], "or a TOML file, as in mine.toml. Received: 'cloud'"),
     ],
 )
@@ -246,7 +245,7 @@ def test_a_plan_shows_what_would_run_and_runs_nothing(
 def test_one_cluster_for_a_whole_suite(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bench.evaluation.host_selection._probe", lambda: "")
+    monkeypatch.setattr("bench.cluster.network.require_privileges", lambda: None)
     (tmp_path / "theirs.toml").write_text('[[host]]\nrate = "1.5gbit"\n[[host]]\nslots = 2\n')
     monkeypatch.chdir(tmp_path)
     assert command.main(["run", suite, "--plan", "--cluster", "theirs.toml"]) == 0

@@ -261,21 +261,21 @@ def test_a_folder_in_use_by_another_evaluation_is_refused(tmp_path: Path) -> Non
     run(tmp_path, Systems())
 
 
-def test_a_suite_that_cannot_run_here_at_all(tmp_path: Path) -> None:
+def test_a_suite_that_cannot_run_here_at_all() -> None:
     shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
     with pytest.raises(
         BenchError, match=r"Received: none, not root; .* is left out: shares should have one for each of 2"
     ):
-        Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
+        HERE.fit(Suite("mine", "Mine", (shared,)))
 
 
 def test_groups_left_out_are_in_the_plan_and_the_report() -> None:
-    strong = Group(Task("digits", 3), "3x1gbit", 3, ("a",), scaling="strong")
-    evaluated = Evaluation(Suite("mine", "Mine", (*SUITE.groups, strong)), HERE, Systems(), {})
-    (said,) = evaluated._suite.notes
-    assert said.startswith("digits-64/3/3x1gbit-3/strong is left out: ")
-    assert said in evaluated.describe()
-    assert setting_of(evaluated._suite, HERE).notes == ("not root", said)
+    shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
+    fitted = HERE.fit(Suite("mine", "Mine", (*SUITE.groups, shared)))
+    (said,) = fitted.notes
+    assert said.startswith("digits-64/12+4+8/slow-cpu-3/weak is left out: ")
+    assert said in Evaluation(fitted, HERE, Systems(), {}).describe()
+    assert setting_of(fitted, HERE).notes == ("not root", said)
 
 
 def test_a_file_that_is_not_a_journal(tmp_path: Path) -> None:
@@ -294,43 +294,6 @@ def test_files_that_are_not_results(tmp_path: Path) -> None:
         (tmp_path / "results.json").write_text(text)
         with pytest.raises(BenchError, match=r"results\.json: Results should be .*Received: "):
             EvaluationOutcome.read(tmp_path)
-
-
-def test_scaling_is_measured_on_fewer_hosts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = (
-        Group(Task("digits", 8), "2x1gbit", 2, ("a",), rounds=1),
-        Group(Task("digits", 32, epochs=4), "2x1gbit", 2, ("a",), rounds=1),
-        Group(Task("digits", 8, shares=(9, 7)), "2x1gbit", 2, ("a",), rounds=1),
-        Group(Task("digits", 6), "2x1gbit", 2, ("a",), rounds=1, scaling="strong"),
-    )
-    hosts = RealHosts("a:2,b,c")
-    hosts.spec = replace(hosts.spec, machines=(("a", "8 cores"), ("c", "16 cores")))
-    where = HostSelection(hosts=hosts).on_counts("1, 2")
-    fitted = where.fit(Suite("mine", "Mine", groups))
-    assert [group.name for group in fitted.groups] == [
-        *("digits-64/8/1xhosts-2/weak", "digits-64/6/1xhosts-2/strong"),
-        *("digits-64/8/2xhosts-3/weak", "digits-64/4/2xhosts-3/strong"),
-        *("digits-64/8/3xhosts-4/weak", "digits-64/32/3xhosts-4/4-epochs", "digits-64/3/3xhosts-4/strong"),
-    ]
-    assert [said.split(" is left out")[0] for said in fitted.notes] == ["digits-64/9+7/2x1gbit-2/weak"]
-    assert where.fit(fitted) == fitted
-    assert where.facts("1xhosts").description == "hosts a:2; a: 8 cores"
-    assert [where.facts(f"{count}xhosts").hosts for count in (1, 2, 3)] == [1, 2, 3]
-    slots: list[int] = []
-
-    def run_round(case: Case, number: int, hosts: object, timeout_s: float) -> Round:
-        assert isinstance(hosts, RealHosts)
-        slots.append(hosts.spec.slots)
-        return finished(case, 1.0, number=number)
-
-    monkeypatch.setattr(links, "measure", lambda hosts, cluster: [])
-    evaluated = Evaluation(fitted, where, run_round, {})
-    evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()))
-    assert slots == [2, 2, 3, 3, 4, 4, 4]
-    for text in ("0", "4", "two", ""):
-        says = f"from 1 to 3, the number of --hosts.*Received: --host-counts '{text}'"
-        with pytest.raises(BenchError, match=says):
-            where.on_counts(text)
 
 
 def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(

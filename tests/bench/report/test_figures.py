@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.hosts.links import LinkFacts
 from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pays
 from bench.report.headlines import headlines
-from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means, shares_gain
+from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means
 from bench.report.usage import disturbed
 from bench.rounds.record import RankRound, Round, Task
 from bench.rounds.timed_steps import counted, steps_noise
@@ -214,20 +214,6 @@ def test_the_interval_is_students_over_paired_rounds() -> None:
     assert both.interval == pytest.approx(
         [1.1 ** (2 / 3 - 4.3027 / 6), 1.1 ** (2 / 3 + 4.3027 / 6)], rel=1e-4
     )
-
-
-def test_proportional_shares_are_compared_with_equal_ones() -> None:
-    shares = replace(TASK, shares=(11, 5))
-    rounds = (
-        finished(case("hvpipe-step"), 3.0),
-        finished(case("hvpipe-step", task=shares), 2.0),
-        finished(case("single"), 1.0),
-    )
-    rows = all_figures(outcome(*rounds))
-    (found,) = shares_gain(rows)
-    assert (found.system, found.baseline) == ("hvpipe-step", "equal shares")
-    assert found.speedup == pytest.approx(1.5)
-    assert any("shares by speed" in head.title for head in headlines(outcome(*rounds), rows))
 
 
 @given(st.lists(STEPS, min_size=1, max_size=4), st.floats(0.1, 10))
