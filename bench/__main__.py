@@ -138,7 +138,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.plan:
         print(evaluation.describe())
         return 0
-    _require_plots()
+    _require_page()
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
     outcome = _measured(evaluation, folder, retry_failed=options.retry_failed)
     status = _finish(outcome, folder, options.json)
@@ -182,7 +182,7 @@ def _one_group(
 ) -> EvaluationOutcome:
     """Train the task of the options by the systems in turn. Without a folder nothing is kept."""
     if folder is not None:
-        _require_plots()
+        _require_page()
     selection = _selection(options)
     if selection is None:
         ranks = 2 if options.ranks is None else options.ranks
@@ -276,13 +276,16 @@ def _python(given: str | None) -> str:
     return os.path.abspath(found)  # links are not followed: a virtual environment is where its link is
 
 
-def _require_plots() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("The report needs matplotlib: `pip install '.[bench]'`. Received: not installed")
+def _require_page() -> None:
+    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BenchError(
+            f"The report needs jinja2 and matplotlib: `pip install '.[bench]'`. Received: no {missing[0]}"
+        )
 
 
 def _report(options: argparse.Namespace) -> int:
-    _require_plots()
+    _require_page()
     if not options.folder.is_dir():
         raise BenchError(f"DIR should be a folder that `run` wrote. Received: {options.folder}")
     return _finish(_read(options.folder), options.folder, options.json)

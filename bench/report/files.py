@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.metrics import format_time, table
+from bench.metrics import table
 from bench.report import modes
 from bench.report.figures import CaseFigures, all_figures, by_group, not_measured
 from bench.report.headlines import cautions, comparisons, headlines
 from bench.report.page import page
+from bench.report.sections import step_table
 from hvpipe.atomic_file import atomic_file
 
 
@@ -37,29 +38,10 @@ def show_figures(outcome: EvaluationOutcome, *, as_json: bool) -> str:
     parts = cautions(outcome)
     parts += [f"{head.title}: {head.figure} ({head.detail})" for head in headlines(outcome, rows)]
     for name, members in by_group(rows).items():
-        parts.append(f"\n{name}\n{_group_table(members)}")
+        shown = step_table(members)
+        parts.append(f"\n{name}\n{table(shown.header, shown.rows)}")
     parts += [f"{key}: {why}" for key, why in not_measured(outcome).items()]
     return "\n".join(parts)
-
-
-def _group_table(members: Sequence[CaseFigures]) -> str:
-    """Return a line for each system, with the columns that have figures."""
-    columns: dict[str, Callable[[CaseFigures], str]] = {
-        "system": lambda row: row.case.system,
-        "step": lambda row: format_time(row.step_s),
-        "noise": lambda row: f"{row.noise:.0%}",
-        "drained": lambda row: format_time(row.wall_s),
-        "samples/s": lambda row: f"{row.samples_per_s:.3g}",
-        "efficiency": lambda row: "" if row.efficiency is None else f"{row.efficiency:.0%}",
-        "over bound": lambda row: "" if row.over_bound is None else f"{row.over_bound:.2f}",
-        "CPU": lambda row: format_time(row.cpu_s),
-        "sent": lambda row: f"{row.sent_bytes / 1e6:.3g} MB" if row.sent_bytes else "",
-        "memory": lambda row: f"{row.peak_bytes / 1e6:.0f} MB",
-        "first step": lambda row: format_time(row.first_step_s),
-    }
-    lines = {name: [show(row) for row in members] for name, show in columns.items()}
-    kept = {name: cells for name, cells in lines.items() if any(cells)}
-    return table(list(kept), list(zip(*kept.values(), strict=True)))
 
 
 def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:

@@ -164,12 +164,12 @@ def test_a_relative_python_path_is_made_absolute(tmp_path: Path, monkeypatch: py
     assert command._python("bin/python") == str(tmp_path / "bin" / "python")
 
 
-def test_missing_matplotlib_is_an_error_before_any_measurement(
+def test_a_missing_package_is_an_error_before_any_measurement(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert command.main(["run", suite, "--out", str(tmp_path / "out")]) == 2
-    assert "needs matplotlib" in capsys.readouterr().err
+    assert "Received: no jinja2" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
