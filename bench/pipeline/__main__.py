@@ -16,13 +16,14 @@ from pathlib import Path
 from bench.cluster.spec import named_cluster
 from bench.errors import BenchError
 from bench.hosts import rank_benchmark
-from bench.pipeline.models import MODELS
 from bench.pipeline.report import PipelineReport, summary
 from bench.pipeline.worker import METHODS, WorkerOptions
 from bench.rounds.record import Task
 from bench.training.workloads import check
 from hvpipe.errors import HvpipeError
 
+MODELS = {"resnet50": 64, "vgg16": 64, "transformer": 128}
+"""Pixels or tokens by model."""
 _CLUSTERS = "gigabit-2,slow-cpu,slow-link,gigabit-4,unequal-4"
 
 

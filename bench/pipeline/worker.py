@@ -8,14 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from bench.pipeline.models import describe, endless_batch, model_function
 from bench.pipeline.report import MeasuredPlan, PipelineReport
 from bench.rounds.record import Task
 from bench.training.prepare import prepare_tensorflow
+from bench.training.workloads import WORKLOADS, endless, synthetic
 
 METHODS = (
     *("chosen", "greedy", "even", "pipedream", "data"),
@@ -53,17 +54,17 @@ def measure(task: Task, options: WorkerOptions, where: str) -> PipelineReport:
 
     hvpipe.init()
     tell = _say if hvpipe.rank() == 0 else lambda text: None
-    build = model_function(keras, task)
+    build = partial(WORKLOADS[task.workload].build, keras, task.pixels)
     question = _question(build, task, options, tell)
     plans = _plans(question, options)
     pipelines = {}
     for name, plan in plans.items():
         pipelines[name] = _compiled(keras, build, plan)
         tell(f"tracing and warming up {name} ...")
-        _timed_fit(keras, pipelines[name], endless_batch(task), 2)
+        _timed_fit(keras, pipelines[name], _batches(task), 2)
     trained = _train_in_turn(keras, pipelines, task, options, tell)
     return PipelineReport(
-        describe(task),
+        f"{task.workload}, {task.pixels} px, batch {task.batch} in all, SGD",
         where,
         _SCHEDULE,
         question.pipelining.microbatches,
@@ -71,6 +72,13 @@ def measure(task: Task, options: WorkerOptions, where: str) -> PipelineReport:
         task.batch,
         tuple(_measured_plans(question, plans, trained, options)),
     )
+
+
+def _batches(task: Task) -> Any:
+    """Return an endless dataset of one batch, the same on every rank."""
+    import tensorflow as tf
+
+    return endless(tf.data.Dataset.from_tensors(synthetic(task, task.batch, 0)))
 
 
 def _say(text: str) -> None:
@@ -87,7 +95,7 @@ def _question(
     from hvpipe.keras.profiling.cluster import measure_cluster
     from hvpipe.plan.pipelining import Pipelining
 
-    x, y = next(iter(endless_batch(task)))
+    x, y = next(iter(_batches(task)))
 
     def profile_of(samples: int) -> Any:
         return hk.measure(build, (x[:samples], y[:samples]), progress=False, optimizer="sgd")
@@ -164,7 +172,7 @@ def _train_in_turn(
         for name, pipeline in pipelines.items():
             hvpipe.barrier()
             counted = _counted(keras, hvpipe.counters)
-            step_s = _timed_fit(keras, pipeline, endless_batch(task), options.steps, [counted])
+            step_s = _timed_fit(keras, pipeline, _batches(task), options.steps, [counted])
             after = hvpipe.counters()
             trained.computing_s[name].update(
                 {counter: after[counter] - counted.before[counter] for counter in _COMPUTING.values()}

@@ -55,7 +55,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bench_command
 
 
-WORDS = ["tune", "--system", "tf-mwms-tuned", "--workload", "lstm", "--threads", "1", "--rounds", "1"]
+WORDS = ["tune", "--system", "tf-mwms-tuned", "--workload", "text", "--threads", "1", "--rounds", "1"]
 
 
 def test_the_command_stores_the_fastest_with_its_source(
@@ -72,7 +72,7 @@ def test_the_command_stores_the_fastest_with_its_source(
         "other": Tuned({"a": "1"}, "a book"),
         "tf-mwms-tuned": Tuned(
             {"bytes_per_pack": str(256 << 10)},
-            "the fastest of 5 by `hvpipe bench tune`: lstm, plain loopback, links without limit, batch 8 a "
+            "the fastest of 5 by `hvpipe bench tune`: text, plain loopback, links without limit, batch 8 a "
             "rank, 1 thread an operation, 1 round of 3 + 8 steps, seed 20",
         ),
     }

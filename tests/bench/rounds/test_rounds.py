@@ -221,7 +221,7 @@ def test_time_for_evaluation_is_not_part_of_the_timed_steps() -> None:
     ("task", "received"),
     [
         (Task("resnet51", 8), "workload='resnet51'"),
-        (Task("inceptionv3", 8, pixels=64), "pixels=64"),
+        (Task("vgg16", 8, pixels=16), "pixels=16"),
         (Task("resnet50", 8, epochs=2), "workload='resnet50'"),
         (Task("digits", 0), "batch=0"),
         (Task("digits", 8, shares=(8, 0)), r"shares=\(8, 0\)"),
