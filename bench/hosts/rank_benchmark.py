@@ -1,7 +1,7 @@
 """Runs a benchmark's worker on ranks of this host, a virtual cluster or real hosts.
 
-A worker is a module with a function `measure`, which every rank calls with the same arguments. It calls
-hvpipe.init(), after which an uncaught error on any rank ends them all.
+A worker is a module with a function `measure`, which every rank calls with the same arguments. After
+hvpipe.init() an uncaught error on any rank ends them all.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 import psutil
 
-import hvpipe
 from bench.cluster.spec import named_cluster
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
+from hvpipe.comm.discover import discover
 
 _ROOT = Path(__file__).parents[2]
 
@@ -104,7 +104,7 @@ def say(text: str) -> None:
 def _be_a_rank(worker: str, folder: Path) -> None:
     arguments = pickle.loads((folder / "arguments").read_bytes())
     result = importlib.import_module(worker).measure(**arguments)
-    if hvpipe.rank() == 0:
+    if discover().rank == 0:
         (folder / "result").write_bytes(pickle.dumps(result))
 
 
