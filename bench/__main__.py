@@ -21,7 +21,6 @@ from bench import tune
 from bench.cluster.spec import cluster_spec, cores_of_rank
 from bench.errors import BenchError
 from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
-from bench.evaluation.journal import Journal
 from bench.evaluation.one_group import add_task_arguments, suite_of
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.progress import EvaluationProgress
@@ -33,7 +32,7 @@ from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes
 from bench.report.figures import all_figures
-from bench.report.files import show_figures, write_outputs
+from bench.report.files import show_figures, write_page
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import keep_tuned
@@ -96,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
         add_task_arguments(each)
         _add_where(each)
         each.add_argument("--json", action="store_true", help="print the figures as JSON")
-    report = commands.add_parser("report", help="write the report and JSON of a folder again")
+    report = commands.add_parser("report", help="write the report of a folder again")
     report.add_argument("folder", type=Path, metavar="DIR", help="a folder that `run` wrote")
     report.add_argument("--json", action="store_true", help="print the figures as JSON")
     report.set_defaults(act=_report)
@@ -288,19 +287,13 @@ def _report(options: argparse.Namespace) -> int:
     _require_page()
     if not options.folder.is_dir():
         raise BenchError(f"DIR should be a folder that `run` wrote. Received: {options.folder}")
-    return _finish(_read(options.folder), options.folder, options.json)
-
-
-def _read(path: Path) -> EvaluationOutcome:
-    """Read a folder's journal, which may be newer than its results.json; else a file of results."""
-    kept = Journal.kept_in(path) if path.is_dir() else None
-    return EvaluationOutcome.read(path) if kept is None else kept
+    return _finish(EvaluationOutcome.read(options.folder), options.folder, options.json)
 
 
 def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
-    written = write_outputs(outcome, folder)
+    written = write_page(outcome, folder)
     print(show_figures(outcome, as_json=as_json))
-    print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)
+    print(f"written: {written}", file=sys.stderr)
     return _status(outcome)
 
 
@@ -310,7 +303,7 @@ def _status(outcome: EvaluationOutcome) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    rows = all_figures(_read(options.folder))
+    rows = all_figures(EvaluationOutcome.read(options.folder))
     text = json.dumps(modes.as_json(rows), indent=1) if options.json else modes.describe(rows)
     if not text:
         raise BenchError(
@@ -321,7 +314,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    print(f"{options.file}: {rewrite(options.file, _read(options.results))}")
+    print(f"{options.file}: {rewrite(options.file, EvaluationOutcome.read(options.results))}")
     return 0
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from bench.cluster.link_rate import measure_two_way
 from bench.cluster.spec import format_rate
@@ -25,12 +24,6 @@ class LinkFacts:
     set_bits_per_s: float | None  # its limit
     two_way_bits_per_s: float | None = None  # each way, with both directions busy
     why: str = ""
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> LinkFacts:
-        """Read what asdict returned, perhaps through JSON. Older results have more about a link."""
-        names = {each.name for each in fields(LinkFacts)}
-        return LinkFacts(**{name: value for name, value in data.items() if name in names})
 
     @property
     def keeps_its_limit(self) -> bool:

@@ -1,9 +1,8 @@
-"""The files of an evaluation: results.json, report.html; and its figures on a terminal."""
+"""The page of an evaluation, and its figures on a terminal."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,17 +16,12 @@ from bench.report.sections import step_table
 from hvpipe.atomic_file import atomic_file
 
 
-def write_outputs(outcome: EvaluationOutcome, folder: Path) -> list[Path]:
-    """Write both files into the folder, each atomically. Return their paths."""
-    outputs: dict[str, Callable[[EvaluationOutcome], str]] = {
-        "results.json": EvaluationOutcome.to_json,
-        "report.html": page,
-    }
-    for name, make in outputs.items():
-        text = make(outcome).encode()
-        with atomic_file(folder / name) as file:
-            file.write(text)
-    return [folder / name for name in outputs]
+def write_page(outcome: EvaluationOutcome, folder: Path) -> Path:
+    """Write report.html into the folder, and return its path."""
+    text = page(outcome).encode()
+    with atomic_file(folder / "report.html") as file:
+        file.write(text)
+    return folder / "report.html"
 
 
 def show_figures(outcome: EvaluationOutcome, *, as_json: bool) -> str:

@@ -84,7 +84,7 @@ class RankRound:
     peak_bytes: int  # resident memory, the most since the process began
     sent_bytes: int = 0  # by its host, on the wire, per step; 0 if not counted
     first_step_s: float = 0.0  # tracing and first step
-    batch: int = 0  # samples of its step; 0 in older results
+    batch: int = 0  # samples of its step
     gradient_bytes: int = 0  # float32, of Embeddings the batch's rows; for the bound of the links
     utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...
     loss: list[float] = field(default_factory=list)  # a value for each epoch
@@ -155,11 +155,10 @@ def last_words(output: str) -> str:
 
 def rank_round(data: dict[str, Any]) -> RankRound:
     """Read what asdict returned. ValueError if a step is not finite: NaN would pass as no change."""
-    samples = data.get("utilization", [])
-    if isinstance(samples, dict):  # a list in older results
-        data = {**data, "utilization": _rows(samples)}
-    # Older results also have the parts of a step.
-    rank = RankRound(**{name: value for name, value in data.items() if name != "parts_s"})
+    samples = data["utilization"]
+    if isinstance(samples, dict):  # as to_dict writes them
+        samples = _rows(samples)
+    rank = RankRound(**{**data, "utilization": samples})
     times_s = (*rank.step_s, rank.wall_s)
     if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):
         raise ValueError(

@@ -21,7 +21,6 @@ from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import Journal
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.launch.termination import ended_by_exception
-from bench.report.files import write_outputs
 from bench.report.readme import BEGIN, END
 from bench.rounds.record import Case, Round
 from bench_rounds import case, finished, outcome
@@ -47,8 +46,9 @@ FLAGS = {
 
 
 def written(folder: Path, *rounds: Round) -> str:
-    folder.mkdir()
-    write_outputs(outcome(*rounds), folder)
+    journal = Journal(folder, outcome().setting)
+    for each in rounds:
+        journal.add_round(each)
     return str(folder)
 
 
@@ -100,8 +100,7 @@ def test_threads_are_the_cores_of_a_rank_by_default(
     told = f"3 systems, batch 8 a rank, {threads} threads an operation, 1 round of 3 + 8 steps, seed 20\n"
     assert told in capsys.readouterr().out
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), *words]) == 0
-    (journal,) = {each.case.task.threads for each in Journal.kept_in(tmp_path / "out").rounds}  # type: ignore[union-attr]
-    assert journal == threads
+    assert {each.case.task.threads for each in EvaluationOutcome.read(tmp_path / "out").rounds} == {threads}
     assert f"{threads} threads an operation" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -212,9 +211,7 @@ def test_a_signal_ends_the_running_round_and_keeps_finished_ones(suite: str, tmp
     assert "finished rounds are kept" in error
     running = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
     assert not any(str(tmp_path) in words for words in running)
-    kept = Journal.kept_in(tmp_path / "out")
-    assert kept is not None
-    assert [each.case.system for each in kept.rounds] == ["single"]
+    assert [each.case.system for each in EvaluationOutcome.read(tmp_path / "out").rounds] == ["single"]
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +252,6 @@ def test_one_cluster_for_a_whole_suite(
 def test_report_writes_the_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = (finished(case("single"), 1.0), finished(case("hvpipe-step"), 2.0))
     folder = written(tmp_path / "a", *rounds)
-    (tmp_path / "a" / "report.html").unlink()
     assert command.main(["report", folder]) == 0
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["report.html", "results.json"]
     assert EvaluationOutcome.read(tmp_path / "a") == outcome(*rounds)
@@ -307,21 +303,11 @@ def test_retry_failed_runs_failed_rounds_again(
     assert command.main([*words, "--retry-failed"]) == 0
 
 
-def test_a_report_of_an_interrupted_run(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, outcome().setting)
-    journal.add_round(finished(case("hvpipe-step"), 2.0))
-    assert command.main(["report", str(tmp_path)]) == 0
-    assert "hvpipe-step" in (tmp_path / "report.html").read_text()
-    journal.add_round(finished(case("tf-mwms"), 3.0))
-    assert command.main(["report", str(tmp_path)]) == 0
-    assert len(EvaluationOutcome.read(tmp_path).rounds) == 2
-
-
-def test_the_newer_rounds_of_an_interrupted_run_go_into_the_readme(tmp_path: Path) -> None:
+def test_an_interrupted_run_has_a_report_and_goes_into_the_readme(tmp_path: Path) -> None:
     journal = Journal(tmp_path, outcome().setting)
     journal.add_round(finished(case("hvpipe-step"), 1.0))
-    # The journal counts, with its newer round, not the results written before.
-    write_outputs(journal.outcome, tmp_path)
+    assert command.main(["report", str(tmp_path)]) == 0
+    assert "hvpipe-step" in (tmp_path / "report.html").read_text()
     journal.add_round(finished(case("hvpipe-step"), 5.0, number=1))
     readme = tmp_path / "README.md"
     readme.write_text(f"{BEGIN}\n{END}\n")

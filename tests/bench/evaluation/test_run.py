@@ -17,8 +17,8 @@ from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.evaluation import run as evaluation
 from bench.evaluation.host_selection import HostSelection
-from bench.evaluation.journal import FILE, Journal, alone_in
-from bench.evaluation.outcome import EvaluationOutcome
+from bench.evaluation.journal import Journal, alone_in
+from bench.evaluation.outcome import FILE, EvaluationOutcome
 from bench.evaluation.progress import EvaluationProgress, format_left
 from bench.evaluation.run import Evaluation, setting_of
 from bench.evaluation.suite import Group, Suite
@@ -158,7 +158,7 @@ def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_agai
     outcome, _ = run(tmp_path, systems)
     assert systems.asked == ALL
     assert all(each.ok for each in outcome.rounds)
-    assert Journal.kept_in(tmp_path) == outcome
+    assert EvaluationOutcome.read(tmp_path) == outcome
 
 
 def test_a_cluster_that_cannot_be_taken_down_does_not_undo_what_was_measured(
@@ -186,7 +186,7 @@ def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
         *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
     ]
     assert not any(each.error for each in outcome.rounds)
-    assert Journal.kept_in(tmp_path) == outcome
+    assert EvaluationOutcome.read(tmp_path) == outcome
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -319,7 +319,7 @@ def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
     (link,) = outcome.links
     assert (link.second, link.set_bits_per_s, link.two_way_bits_per_s) == ("h1", 1e9, None)
     assert link.why == "Command '['iperf3']' timed out after 180.0 seconds"
-    assert Journal.kept_in(tmp_path) == outcome
+    assert EvaluationOutcome.read(tmp_path) == outcome
 
 
 def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from bench.errors import BenchError
 from bench.evaluation.journal import Journal
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import RealHosts
 from bench.launch.processes import Command, Ended, run_together
@@ -251,7 +252,7 @@ def test_step_times_that_are_not_finite_are_an_error_and_the_journal_stays_reada
     assert "A rank's steps should be finite seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
     journal = Journal(tmp_path, outcome().setting)
     journal.add_round(round_)
-    assert Journal.kept_in(tmp_path) == journal.outcome
+    assert EvaluationOutcome.read(tmp_path) == journal.outcome
 
 
 def test_an_unknown_system_is_an_error_of_the_round() -> None:
