@@ -18,16 +18,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench import tune
-from bench.cluster.spec import cluster_spec, cores_of_rank
 from bench.errors import BenchError
-from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
+from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts, this_host
 from bench.evaluation.one_group import add_task_arguments, suite_of
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.progress import EvaluationProgress
 from bench.evaluation.read_suite import read_suite, suite_names
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
-from bench.evaluation.suite import Group, Suite
+from bench.evaluation.suite import Suite
 from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes
@@ -187,7 +186,7 @@ def _one_group(
         ranks = 2 if options.ranks is None else options.ranks
         if ranks < 1:
             raise BenchError(f"--ranks should be at least 1. Received: --ranks {ranks}")
-        selection = HostSelection(loopback=True, loopback_ranks=ranks)
+        selection = this_host(ranks)
     elif options.ranks is not None:
         raise BenchError(
             "--ranks are those of this host alone; a cluster has as many as its slots. "
@@ -228,7 +227,9 @@ def _evaluation(
     if options.threads is not None and options.threads < 1:
         raise BenchError(f"--threads should be at least 1. Received: --threads {options.threads}")
     python = _python(options.python)
-    suite = selection.fit(suite).with_threads(options.threads, partial(_cores, selection))
+    suite = selection.fit(suite).with_threads(
+        options.threads, lambda group: selection.hosts_of(group).cores_of_rank()
+    )
     used = {name for group in suite.groups for name in group.systems}
     missing = {
         name: f"{each.title}: {why}"
@@ -247,18 +248,6 @@ def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> Ev
     except (KeyboardInterrupt, SystemExit):
         print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
         raise
-
-
-def _cores(selection: HostSelection, group: Group) -> float:
-    """Return the cores of each rank of a group."""
-    if selection.hosts is not None:
-        return selection.hosts.cores_of_rank()
-    cores = os.cpu_count() or 1
-    return (
-        cores / group.ranks
-        if selection.loopback
-        else cores_of_rank(group.spec or cluster_spec(group.cluster), cores)
-    )
 
 
 def _python(given: str | None) -> str:

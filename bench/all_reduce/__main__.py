@@ -62,17 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measured(options: argparse.Namespace) -> AllReduceReport:
     """Measure on the ranks, and their link before and after."""
     sizes_bytes = sizes(parse_size(options.min), parse_size(options.max))
-    with rank_benchmark.brought_up(options.cluster, options.hosts) as hosts:
-        sample_s = options.sample_seconds or (_SAMPLE_S if hosts is None else _LINK_SAMPLE_S)
-        arguments = {
-            "sizes_bytes": sizes_bytes,
-            "sample_s": sample_s,
-            "where": rank_benchmark.describe(hosts),
-        }
+    with rank_benchmark.hosts_of(options.cluster, options.hosts) as hosts:
+        sample_s = options.sample_seconds or (_LINK_SAMPLE_S if len(hosts.spec.hosts) > 1 else _SAMPLE_S)
+        arguments = {"sizes_bytes": sizes_bytes, "sample_s": sample_s, "where": hosts.spec.describe()}
         rates = []
 
         def measure_link() -> None:
-            if hosts is not None and len(hosts.spec.hosts) > 1:
+            if len(hosts.spec.hosts) > 1:
                 first, *_, last = hosts.spec.hosts
                 rates.append(measure_two_way(hosts, first.name, last.name).bits_per_s)
 

@@ -17,6 +17,7 @@ import time
 
 from bench.errors import BenchError
 from bench.hosts import rank_benchmark
+from bench.hosts.hosts import ThisHost
 
 _WARM_UP = 50
 _HVPIPE = "hvpipe"
@@ -45,7 +46,7 @@ def _measured_us(system: str, options: argparse.Namespace) -> float:
     if system != _HVPIPE:
         os.environ["HOROVOD_CYCLE_TIME"] = system
     arguments = {"system": system, "size_bytes": options.bytes, "calls": options.calls}
-    return 1e6 * float(rank_benchmark.run_on_ranks("bench.all_reduce.named", arguments, None, options))
+    return 1e6 * float(rank_benchmark.run_on_ranks("bench.all_reduce.named", arguments, ThisHost(), options))
 
 
 def main() -> int:

@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.errors import BenchError
-
-if TYPE_CHECKING:
-    from bench.hosts.real_hosts import Hosts
+from bench.hosts.hosts import Hosts
 
 _PORT = 5201
 

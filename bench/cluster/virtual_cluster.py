@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from bench.cluster import cpu, network, state
-from bench.cluster.spec import ClusterSpec, equal_hosts
+from bench.cluster.spec import ClusterSpec, cores_of_rank, equal_hosts
 from bench.errors import BenchError
+from bench.hosts.hosts import FIRST_PORT, Hosts
 from bench.launch import mpirun
 from bench.launch.termination import ended_by_exception, undisturbed
 
@@ -27,7 +27,7 @@ __all__ = ["VirtualCluster", "clean_up", "equal_hosts"]
 _NAME = re.compile(r"[a-z][a-z0-9]{0,19}")
 
 
-class VirtualCluster:
+class VirtualCluster(Hosts):
     """A virtual cluster that is up inside its `with` block.
 
     Leaving the block by return, exception, Ctrl-C or SIGTERM takes everything down. After SIGKILL, the next
@@ -89,7 +89,7 @@ class VirtualCluster:
             raise BenchError(f"The host must be one of {', '.join(names)}. Received: host={host!r}")
         return [str(state.enter_script(self.name)), host, *command]
 
-    def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
+    def mpirun_command(self, ranks: int, command: Sequence[str], export: Sequence[str] = ()) -> list[str]:
         """Return the line by which mpirun starts `command` on `ranks` ranks, from inside the first host."""
         limited = any(host.cpus is not None for host in self.spec.hosts)
         line = mpirun.line(
@@ -102,23 +102,11 @@ class VirtualCluster:
         )
         return self.host_command(self.spec.hosts[0].name, line)
 
-    def execute(
-        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside a host to its end and return its output as text."""
-        return mpirun.run(self.host_command(host, command), timeout_s=timeout_s)
+    def addresses(self, hosts: Sequence[int]) -> list[str]:
+        return [f"{network.address(host)}:{FIRST_PORT + number}" for number, host in enumerate(hosts)]
 
-    def run(
-        self,
-        ranks: int,
-        command: Sequence[str],
-        *,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        capture: bool = True,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command on `ranks` ranks to its end. Every rank gets `env`."""
-        return mpirun.run(self.mpirun_command(ranks, command), timeout_s=timeout_s, env=env, capture=capture)
+    def cores_of_rank(self) -> float:
+        return cores_of_rank(self.spec, os.cpu_count() or 1)
 
 
 def clean_up() -> None:

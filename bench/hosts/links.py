@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from bench.cluster.link_rate import measure_two_way
 from bench.cluster.spec import format_rate
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.hosts.real_hosts import Hosts
+from bench.hosts.hosts import Hosts
 from bench.rounds.record import last_words
 
 _NEAR = 0.15  # by which a measured rate may differ from the set one

@@ -12,8 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ import psutil
 from bench.cluster.spec import named_cluster
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
-from bench.hosts.real_hosts import Hosts, RealHosts
-from bench.launch import mpirun
+from bench.hosts.hosts import Hosts, ThisHost
+from bench.hosts.real_hosts import RealHosts
 from hvpipe.comm.discover import discover
 
 _ROOT = Path(__file__).parents[2]
@@ -37,33 +36,21 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@contextmanager
-def brought_up(cluster: str | None, hosts: str | None) -> Iterator[Hosts | None]:
-    """Yield the virtual cluster of that name, or the real hosts; None for this host alone."""
+def hosts_of(cluster: str | None, hosts: str | None) -> Hosts:
+    """Return the virtual cluster of that name, or the real hosts, or this host alone."""
     if cluster is not None and hosts is not None:
         raise BenchError(f"Give --hosts or --cluster. Received: {hosts!r} and {cluster!r}")
     if hosts is not None:
         real = RealHosts(hosts)
         real.require_answers()
-        yield real
-    elif cluster is not None:
-        with VirtualCluster(named_cluster(cluster, Path())[1]) as virtual:
-            yield virtual
-    else:
-        yield None
+        return real
+    return ThisHost() if cluster is None else VirtualCluster(named_cluster(cluster, Path())[1])
 
 
-def describe(hosts: Hosts | None) -> str:
-    return "one host" if hosts is None else hosts.spec.describe()
-
-
-def run_on_ranks(
-    worker: str, arguments: Mapping[str, Any], hosts: Hosts | None, options: argparse.Namespace
-) -> Any:
+def run_on_ranks(worker: str, arguments: Mapping[str, Any], hosts: Hosts, options: argparse.Namespace) -> Any:
     """Let every rank call the worker's `measure`, and return the result of rank 0."""
     warn_if_busy()
-    shared = Path.cwd() if isinstance(hosts, RealHosts) else None
-    with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=shared) as name:
+    with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=hosts.shared_folder) as name:
         folder = Path(name)
         (folder / "arguments").write_bytes(pickle.dumps(arguments))
         command = [sys.executable, "-m", "bench.hosts.rank_benchmark", worker, name]
@@ -73,21 +60,15 @@ def run_on_ranks(
         return pickle.loads((folder / "result").read_bytes())
 
 
-def _status_of(command: list[str], hosts: Hosts | None, options: argparse.Namespace) -> int:
+def _status_of(command: list[str], hosts: Hosts, options: argparse.Namespace) -> int:
     """Start the command on the ranks, and return how it ended."""
-    ranks = options.ranks or (2 if hosts is None else hosts.spec.slots)
-    env = {"PYTHONPATH": str(_ROOT)}
+    ranks, env = options.ranks or hosts.spec.slots, {"PYTHONPATH": str(_ROOT)}
     try:
-        if hosts is not None:
-            done = hosts.run(ranks, command, timeout_s=options.timeout, env=env, capture=False)
-        else:
-            line = mpirun.line(ranks, command, yields=mpirun.crowded(ranks))
-            done = mpirun.run(line, timeout_s=options.timeout, env=env, capture=False)
+        return hosts.run(ranks, command, timeout_s=options.timeout, env=env, capture=False).returncode
     except subprocess.TimeoutExpired as error:
         raise BenchError(
             f"The ranks must end within --timeout. Received: none after {options.timeout:g} s"
         ) from error
-    return done.returncode
 
 
 def warn_if_busy() -> None:

@@ -109,9 +109,8 @@ def _task(options: argparse.Namespace, model: str) -> Task:
 def _measured(options: argparse.Namespace, cluster: str | None, model: str) -> PipelineReport:
     methods = tuple(options.methods.split(","))
     wanted = WorkerOptions(methods, options.seeds, options.rounds, options.steps)
-    with rank_benchmark.brought_up(cluster, options.hosts) as hosts:
-        where = rank_benchmark.describe(hosts)
-        arguments = {"task": _task(options, model), "options": wanted, "where": where}
+    with rank_benchmark.hosts_of(cluster, options.hosts) as hosts:
+        arguments = {"task": _task(options, model), "options": wanted, "where": hosts.spec.describe()}
         report: PipelineReport = rank_benchmark.run_on_ranks(
             "bench.pipeline.worker", arguments, hosts, options
         )

@@ -17,9 +17,10 @@ import pytest
 
 from bench import __main__ as command
 from bench.errors import BenchError
-from bench.evaluation.host_selection import HostSelection
+from bench.evaluation.host_selection import this_host
 from bench.evaluation.journal import Journal
 from bench.evaluation.outcome import EvaluationOutcome
+from bench.hosts.hosts import ThisHost
 from bench.launch.termination import ended_by_exception
 from bench.report.readme import BEGIN, END
 from bench.rounds.record import Case, Round
@@ -79,9 +80,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(
         "bench.systems.System.missing", lambda self, python: "absent" if self.name == "horovod" else ""
     )
-    monkeypatch.setattr(
-        command, "select_hosts", lambda hosts: HostSelection(loopback=True, note="on plain loopback")
-    )
+    monkeypatch.setattr(command, "select_hosts", lambda hosts: this_host(note="on plain loopback"))
     (tmp_path / "mine.toml").write_text(SUITE)
     return str(tmp_path / "mine.toml")
 
@@ -176,7 +175,7 @@ SLEEPER = """
 import sys
 from pathlib import Path
 from bench import __main__ as command
-from bench.evaluation.host_selection import HostSelection
+from bench.evaluation.host_selection import this_host
 from bench.launch.processes import Command, run_together
 from bench.rounds import round
 from bench_rounds import finished
@@ -190,7 +189,7 @@ def run_round(case, number, hosts, timeout_s, **_):
     run_together([Command("sleeper", line)], folder, timeout_s=300)
 
 round.run_round = run_round
-command.select_hosts = lambda hosts: HostSelection(loopback=True)
+command.select_hosts = lambda hosts: this_host()
 systems = ["--systems", "single,hvpipe-step"]
 sys.exit(command.main(["run", str(folder / "mine.toml"), "--out", str(folder / "out"), *systems]))
 """
@@ -277,12 +276,12 @@ def test_failed_rounds_are_exit_code_1_and_shown(tmp_path: Path, capsys: pytest.
 def test_hosts_that_do_not_come_up_are_exit_code_1(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(self: HostSelection, cluster: str) -> None:
+    def broken(self: ThisHost) -> None:
         raise BenchError("no such rate")
 
     words = ["run", suite, "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patched:
-        patched.setattr(HostSelection, "bring_up", broken)
+        patched.setattr(ThisHost, "__enter__", broken)
         assert command.main(words) == 1
     assert "skipped, the hosts were not up: no such rate" in capsys.readouterr().out
     assert command.main(words) == 0

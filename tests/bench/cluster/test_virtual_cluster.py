@@ -233,7 +233,7 @@ def assert_nothing_left(name: str) -> None:
 def start_holder(name: str) -> subprocess.Popen[str]:
     """Start a process that holds a cluster with a program inside, and wait until it is up."""
     program = (
-        "from bench.cluster import VirtualCluster, equal_hosts\n"
+        "from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts\n"
         f"with VirtualCluster(equal_hosts(2, '1gbit', cpus=1.0), {name!r}) as cluster:\n"
         "    print('up', flush=True)\n"
         "    cluster.execute('h1', ['sleep', '300'])\n"

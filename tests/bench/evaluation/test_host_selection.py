@@ -15,6 +15,7 @@ from bench.errors import BenchError
 from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
+from bench.hosts.hosts import ThisHost
 from bench.hosts.real_hosts import RealHosts
 from bench.launch import mpirun
 from bench.rounds.record import Task
@@ -28,12 +29,10 @@ def test_without_root_plain_loopback_is_used_and_noted(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(network, "require_privileges", refuse)
     found = select_hosts(None)
-    assert found.loopback
+    assert isinstance(found.hosts, ThisHost)
     assert "plain loopback" in found.note
     assert "root is wanted" in found.note
-    with found.bring_up(SUITE.groups[0]) as hosts:
-        assert hosts is None
-    assert found.facts("loopback").slowest_bits_per_s is None
+    assert found.facts(SUITE.groups[0]).slowest_bits_per_s is None
     with pytest.raises(BenchError, match="root is wanted"):
         one_cluster("2x1gbit")  # a request for a cluster never falls back to loopback
 
@@ -46,7 +45,7 @@ def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
 
     monkeypatch.setattr(VirtualCluster, "up", refuse)
     found = select_hosts(None)
-    assert found.loopback
+    assert isinstance(found.hosts, ThisHost)
     assert "not permitted" in found.note
 
 
@@ -55,10 +54,10 @@ def test_a_suite_without_clusters_needs_hosts_or_a_cluster() -> None:
     with pytest.raises(BenchError, match=r"need --hosts or --cluster\. Received: neither"):
         HostSelection().fit(suite)
     spec = equal_hosts(3, "1gbit")
-    (group,) = HostSelection(cluster=("mine.toml", spec)).fit(suite).groups
+    (group,) = HostSelection(VirtualCluster(spec), "mine.toml").fit(suite).groups
     assert (group.name, group.spec) == ("digits-64/8/mine.toml-3/weak", spec)
-    assert [each.ranks for each in HostSelection(hosts=RealHosts("a:2,b")).fit(suite).groups] == [3]
-    assert HostSelection().facts("mine.toml", spec).slowest_bits_per_s == 1e9
+    assert [each.ranks for each in HostSelection(RealHosts("a:2,b"), "hosts").fit(suite).groups] == [3]
+    assert HostSelection().facts(group).slowest_bits_per_s == 1e9
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
@@ -96,7 +95,7 @@ def test_hosts_are_described_and_have_cores(monkeypatch: pytest.MonkeyPatch) -> 
     )
     found = select_hosts("a:2,b:2,c")
     assert found.note == "on hosts a:2, b:2, c:1; links and CPUs as they are"
-    assert found.facts("hosts").description == "hosts a:2, b:2, c:1; a, b: A CPU; c: Another"
+    assert found.facts(SUITE.groups[0]).description == "hosts a:2, b:2, c:1; a, b: A CPU; c: Another"
     hosts = found.hosts
     assert hosts is not None
     assert hosts.cores_of_rank() == 6  # 12 cores for two ranks, 8 for one

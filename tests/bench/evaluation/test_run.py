@@ -5,29 +5,27 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.cluster.spec import equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.evaluation import run as evaluation
-from bench.evaluation.host_selection import HostSelection
+from bench.evaluation.host_selection import HostSelection, this_host
 from bench.evaluation.journal import Journal, alone_in
 from bench.evaluation.outcome import FILE, EvaluationOutcome
 from bench.evaluation.progress import EvaluationProgress, format_left
 from bench.evaluation.run import Evaluation, setting_of
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
+from bench.hosts.hosts import ThisHost
 from bench.hosts.real_hosts import RealHosts
 from bench.rounds.record import Case, Round, Task
 from bench_rounds import finished
 
-HERE = HostSelection(loopback=True, note="not root")
+HERE = this_host(note="not root")
 SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"), rounds=2),))
 
 
@@ -96,7 +94,7 @@ def test_a_cluster_is_not_brought_up_for_cases_that_failed_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, Systems(stop_at=2, fails=("a", "b")))
-    monkeypatch.setattr(HostSelection, "bring_up", lambda self, cluster: pytest.fail("it was"))
+    monkeypatch.setattr(ThisHost, "__enter__", lambda self: pytest.fail("it was"))
     run(tmp_path, Systems())
 
 
@@ -137,10 +135,8 @@ def test_a_missing_system_is_skipped_by_name_and_run_once_installed(tmp_path: Pa
     assert systems.asked[2:] == [("b", 0), ("b", 1)]
 
 
-@contextmanager
-def broken(self: HostSelection, cluster: str) -> Iterator[None]:
+def broken(self: ThisHost) -> None:
     raise BenchError("no such rate")
-    yield  # noqa: V201
 
 
 def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_again(
@@ -148,7 +144,7 @@ def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_agai
 ) -> None:
     for _ in range(2):
         with monkeypatch.context() as patched:
-            patched.setattr(HostSelection, "bring_up", broken)
+            patched.setattr(ThisHost, "__enter__", broken)
             outcome, said = run(tmp_path, Systems())
         assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
         assert {each.skipped for each in outcome.rounds} == {"the hosts were not up: no such rate"}
@@ -164,12 +160,10 @@ def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_agai
 def test_a_cluster_that_cannot_be_taken_down_does_not_undo_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def stays(self: HostSelection, cluster: str) -> Iterator[None]:
-        yield
+    def stays(self: ThisHost, *_: object) -> None:
         raise BenchError("busy cgroup")
 
-    monkeypatch.setattr(HostSelection, "bring_up", stays)
+    monkeypatch.setattr(ThisHost, "__exit__", stays)
     outcome, said = run(tmp_path, Systems())
     assert all(each.ok for each in outcome.rounds)
     assert "measured; its hosts could not be ended: busy cgroup" in said
@@ -246,7 +240,7 @@ def test_a_complete_folder_is_reported(tmp_path: Path) -> None:
 def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
     def on(hosts: str) -> Evaluation:
         return Evaluation(
-            SUITE, HostSelection(hosts=RealHosts(hosts)), Systems(), {"a": "absent", "b": "absent"}
+            SUITE, HostSelection(RealHosts(hosts), "hosts"), Systems(), {"a": "absent", "b": "absent"}
         )
 
     on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
@@ -299,17 +293,14 @@ def test_files_that_are_not_results(tmp_path: Path) -> None:
 def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def up(self: HostSelection, where: object) -> Iterator[VirtualCluster]:
-        yield VirtualCluster(equal_hosts(2, "1gbit"))
-
     tried: list[str] = []
 
     def fail(hosts: object, first: str, second: str, *, seconds: float) -> None:
         tried.append(second)
         raise subprocess.TimeoutExpired(["iperf3"], 180.0)
 
-    monkeypatch.setattr(HostSelection, "bring_up", up)
+    monkeypatch.setattr(VirtualCluster, "up", lambda self: None)
+    monkeypatch.setattr(VirtualCluster, "down", lambda self: None)
     monkeypatch.setattr(links, "measure_two_way", fail)
     groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
     for _ in range(2):

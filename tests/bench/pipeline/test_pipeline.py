@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from bench.errors import BenchError
 from bench.hosts import rank_benchmark
+from bench.hosts.hosts import ThisHost
 from bench.pipeline import __main__ as pipeline
 from bench.pipeline.report import MeasuredPlan, PipelineReport, summary
 
@@ -100,21 +99,20 @@ def test_the_options_reach_the_ranks_and_an_interrupt_ends_all_cases(
 ) -> None:
     given = []
 
-    @contextmanager
-    def brought_up(cluster: str, hosts: None) -> Iterator[None]:
+    def hosts_of(cluster: str, hosts: None) -> ThisHost:
         given.append(cluster)
-        yield None
+        return ThisHost()
 
-    def run_on_ranks(worker: str, arguments: Any, hosts: None, options: Any) -> None:
+    def run_on_ranks(worker: str, arguments: Any, hosts: ThisHost, options: Any) -> None:
         given.append(arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rank_benchmark, "brought_up", brought_up)
+    monkeypatch.setattr(rank_benchmark, "hosts_of", hosts_of)
     monkeypatch.setattr(rank_benchmark, "run_on_ranks", run_on_ranks)
     words = ["--out", str(tmp_path), "--clusters", "slow-cpu,2x1gbit", "--models", "transformer"]
     assert pipeline.main([*words, "--steps", "5", "--methods", "greedy,even"]) == 130
     cluster, arguments = given
-    assert (cluster, arguments["where"]) == ("slow-cpu", "one host")
+    assert (cluster, arguments["where"]) == ("slow-cpu", "plain loopback, links without limit")
     assert (arguments["task"].workload, arguments["task"].pixels) == ("transformer", 128)
     assert (arguments["options"].steps, arguments["options"].methods) == (5, ("greedy", "even"))
 
