@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.all_reduce.report import AllReduceReport
-from bench.cluster.link_rate import measure_two_way
 from bench.hosts import rank_benchmark
+from bench.hosts.links import measure_two_way
 from bench.metrics import parse_size, sizes
 from hvpipe.errors import HvpipeError
 
@@ -70,7 +70,7 @@ def _measured(options: argparse.Namespace) -> AllReduceReport:
         def measure_link() -> None:
             if len(hosts.spec.hosts) > 1:
                 first, *_, last = hosts.spec.hosts
-                rates.append(measure_two_way(hosts, first.name, last.name).bits_per_s)
+                rates.extend(measure_two_way(hosts, first.name, last.name))
 
         measure_link()
         report: AllReduceReport = rank_benchmark.run_on_ranks(

@@ -12,8 +12,8 @@ import pytest
 from bench import metrics
 from bench.all_reduce import __main__ as all_reduce
 from bench.all_reduce.report import AllReduceReport, Row
-from bench.cluster.two_way_stream import measure, serve
 from bench.errors import BenchError
+from bench.hosts.two_way_stream import measure, serve
 
 MB = 1 << 20
 
@@ -168,5 +168,4 @@ def test_the_built_in_stream_measures_loopback() -> None:
         except ConnectionRefusedError:
             server.join(0.05)
     server.join()
-    assert rates["forward_bits_per_s"] > 1e6
-    assert rates["backward_bits_per_s"] > 1e6
+    assert min(rates) > 1e6

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import link_rate, network
+from bench.cluster import network
 from bench.cluster.spec import equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
@@ -116,7 +116,7 @@ def test_links_of_real_hosts_are_measured_both_ways(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         RealHosts, "execute", lambda self, host, command, timeout_s: mpirun.run(command, timeout_s=timeout_s)
     )
-    monkeypatch.setattr(link_rate, "_PORT", 20201)
+    monkeypatch.setattr(links, "_PORT", 20201)
     hosts = RealHosts("a:2,localhost")
     (found,) = links.measure(hosts, "hosts", seconds=0.2)
     assert found.second == "localhost"
