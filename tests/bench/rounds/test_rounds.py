@@ -177,12 +177,6 @@ def test_plain_tcp_is_skipped_on_one_host() -> None:
     assert round_.skipped.endswith("wants steps, not epochs, and several hosts")
 
 
-def test_readings_are_interpolated() -> None:
-    readings = [meter.Reading(10.0, 1.0, 100, 1000), meter.Reading(12.0, 2.0, 300, 3000)]
-    assert meter.at(readings, 10.5) == meter.Reading(10.5, 1.25, 300, 1500)
-    assert meter.at(readings, 99.0).cpu_s == 2.0
-
-
 def test_bytes_of_a_bond_or_a_bridge_are_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
