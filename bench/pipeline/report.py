@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean, geometric_mean, median
 from typing import Any
 
@@ -16,17 +16,13 @@ _NEAR = 0.03  # relative to the fastest plan
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """One plan: seconds of its steps by rank, the simulated step, and the schedule's lower bound.
-
-    `busy` has for each rank the seconds per step of each kind of computing, measured and simulated.
-    """
+    """One plan: seconds of its steps by rank, the simulated step, and the schedule's lower bound."""
 
     method: str
     stages: int
     step_s: list[list[float]]
     forecast_s: float
     bound_s: float | None = None
-    busy: list[dict[str, tuple[float, float]]] = field(default_factory=list)
 
     def seconds(self) -> float:
         """Return the median step of the slowest rank."""
@@ -71,8 +67,10 @@ class PipelineReport:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PipelineReport:
-        """Read what asdict returned, perhaps through JSON."""
-        return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in data["cases"])})
+        """Read what asdict returned, perhaps through JSON. Older files have more about a plan."""
+        names = {each.name for each in fields(MeasuredPlan)}
+        cases = ({name: value for name, value in case.items() if name in names} for case in data["cases"])
+        return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in cases)})
 
 
 def summary(reports: Mapping[str, PipelineReport]) -> str:

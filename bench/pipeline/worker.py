@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,8 +24,6 @@ METHODS = (
 """`chosen` is what the search finds for all ranks, with any schedule; `data` is one stage on all ranks."""
 _SCHEDULE = "1f1b"  # of all plans but the chosen one
 _PROFILED_MICROBATCHES = 8  # until the planner has chosen their number
-# Kinds of computing, and the counters of their seconds.
-_COMPUTING = {kind: f"{kind}_s" for kind in ("forward", "backward", "update")}
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,6 @@ class WorkerOptions:
     seeds: int
     rounds: int
     steps: int  # of a plan in a round
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """Seconds of each step and of each kind of computing, by plan, on this rank."""
-
-    step_s: dict[str, list[float]]
-    computing_s: dict[str, Counter[str]]
 
 
 def measure(task: Task, options: WorkerOptions, where: str) -> PipelineReport:
@@ -62,7 +51,7 @@ def measure(task: Task, options: WorkerOptions, where: str) -> PipelineReport:
         pipelines[name] = _compiled(keras, build, plan)
         tell(f"tracing and warming up {name} ...")
         _timed_fit(keras, pipelines[name], _batches(task), 2)
-    trained = _train_in_turn(keras, pipelines, task, options, tell)
+    step_s = _train_in_turn(keras, pipelines, task, options, tell)
     return PipelineReport(
         f"{task.workload}, {task.pixels} px, batch {task.batch} in all, SGD",
         where,
@@ -70,7 +59,7 @@ def measure(task: Task, options: WorkerOptions, where: str) -> PipelineReport:
         question.pipelining.microbatches,
         hvpipe.size(),
         task.batch,
-        tuple(_measured_plans(question, plans, trained, options)),
+        tuple(_measured_plans(question, plans, step_s)),
     )
 
 
@@ -163,30 +152,25 @@ def _train_in_turn(
     task: Task,
     options: WorkerOptions,
     tell: Callable[[str], None],
-) -> _Trained:
-    """Train every pipeline in each round. Its first step does not count, unless it is the only one."""
+) -> dict[str, list[float]]:
+    """Train every pipeline in each round, and return the seconds of its steps on this rank.
+
+    The first step of a round does not count, unless it is the only one.
+    """
     import hvpipe
 
-    trained = _Trained({name: [] for name in pipelines}, {name: Counter() for name in pipelines})
+    found: dict[str, list[float]] = {name: [] for name in pipelines}
     for number in range(options.rounds):
         for name, pipeline in pipelines.items():
             hvpipe.barrier()
-            counted = _counted(keras, hvpipe.counters)
-            step_s = _timed_fit(keras, pipeline, _batches(task), options.steps, [counted])
-            after = hvpipe.counters()
-            trained.computing_s[name].update(
-                {counter: after[counter] - counted.before[counter] for counter in _COMPUTING.values()}
-            )
-            trained.step_s[name].extend(step_s[1:] or step_s)
+            step_s = _timed_fit(keras, pipeline, _batches(task), options.steps)
+            found[name].extend(step_s[1:] or step_s)
             tell(f"round {number + 1} of {options.rounds}: {name} {median(step_s):.3f} s")
-    return trained
+    return found
 
 
-def _timed_fit(keras: Any, model: Any, data: Any, steps: int, within: Sequence[Any] = ()) -> list[float]:
-    """Train some steps, and return the seconds of each.
-
-    What the callbacks `within` do at the end of a batch is part of the step.
-    """
+def _timed_fit(keras: Any, model: Any, data: Any, steps: int) -> list[float]:
+    """Train some steps, and return the seconds of each."""
     marks_s: list[float] = []
 
     class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]
@@ -197,57 +181,24 @@ def _timed_fit(keras: Any, model: Any, data: Any, steps: int, within: Sequence[A
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             marks_s.append(time.perf_counter())
 
-    callbacks = [*within, StepTimer()]
-    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=callbacks)
+    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=[StepTimer()])
     return [after - before for before, after in pairwise(marks_s)]
 
 
-def _counted(keras: Any, counters: Callable[[], dict[str, float]]) -> Any:
-    """Return a callback that keeps the counters `before` the second step of a `fit`."""
-
-    class Counted(keras.callbacks.Callback):  # type: ignore[misc]
-        before = counters()
-
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if batch == 1:
-                self.before = counters()
-
-    return Counted()
-
-
 def _measured_plans(
-    question: Any, plans: dict[str, Any], trained: _Trained, options: WorkerOptions
-) -> list[MeasuredPlan]:
+    question: Any, plans: dict[str, Any], step_s: dict[str, list[float]]
+) -> Iterator[MeasuredPlan]:
     """Gather what all ranks measured, and put the simulation and the bound beside it."""
     import hvpipe
     from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
     from hvpipe.forecast.lower_bound import lower_bound_s
 
     profile, cluster = question.profile, question.cluster
-    step_s = hvpipe.allgather_object(trained.step_s)
-    computing_s = hvpipe.allgather_object(trained.computing_s)
-    steps = options.rounds * max(1, options.steps - 1)
-    measured = []
+    of_ranks = hvpipe.allgather_object(step_s)
     for name, plan in plans.items():
-        foreseen = forecast(plan, profile, cluster)
-        bound_s, busy = None, []
+        bound_s = None
         if plan.contiguous:
             costs = costs_of(plan, profile, cluster)
             bound_s = lower_bound_s(schedule_of(plan), costs, dataflow_of(plan, profile))
-            busy = [
-                {
-                    kind: (of_rank[name][counter] / steps, _foreseen_s(foreseen, kind, device.name))
-                    for kind, counter in _COMPUTING.items()
-                }
-                for device, of_rank in zip(cluster.devices, computing_s, strict=True)
-            ]
-        of_ranks = [of_rank[name] for of_rank in step_s]
-        measured.append(MeasuredPlan(name, len(plan.stages), of_ranks, foreseen.step_s, bound_s, busy))
-    return measured
-
-
-def _foreseen_s(foreseen: Any, kind: str, device: str) -> float:
-    """Return the seconds of that kind of computing on the device in the simulated step."""
-    ranks = foreseen.plan.ranks
-    events = foreseen.trace.of(kind, ranks.index(device)) if device in ranks else []
-    return sum(event.end_s - event.start_s for event in events)
+        forecast_s = forecast(plan, profile, cluster).step_s
+        yield MeasuredPlan(name, len(plan.stages), [rank[name] for rank in of_ranks], forecast_s, bound_s)
