@@ -15,6 +15,8 @@ from bench.report.page import page
 from bench.report.sections import step_table
 from hvpipe.atomic_file import atomic_file
 
+_SHOWN_AS_JSON = ("step_s", "cpu_s", "noise", "samples_per_s", "efficiency", "over_bound")
+
 
 def write_page(outcome: EvaluationOutcome, folder: Path) -> Path:
     """Write report.html into the folder, and return its path."""
@@ -39,25 +41,9 @@ def show_figures(outcome: EvaluationOutcome, *, as_json: bool) -> str:
 
 
 def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
-    cases = [
-        {
-            "key": row.case.key,
-            "step_s": row.step_s,
-            "cpu_s": row.cpu_s,
-            "noise": row.noise,
-            "samples_per_s": row.samples_per_s,
-            "efficiency": row.efficiency,
-            "over_bound": row.over_bound,
-        }
-        for row in rows
-    ]
+    cases = [{"key": row.case.key, **{name: getattr(row, name) for name in _SHOWN_AS_JSON}} for row in rows]
     compared = [
-        {
-            "against": title,
-            **asdict(each),
-            "reduction": each.reduction,
-            "interval": each.interval,
-        }
+        {"against": title, **asdict(each), "reduction": each.reduction, "interval": each.interval}
         for title, found in comparisons(outcome, rows).items()
         for each in found
     ]

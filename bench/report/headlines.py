@@ -121,7 +121,7 @@ def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
 
 def _bounds(rows: Sequence[CaseFigures]) -> str:
     """Say what the bounds of these cases are."""
-    beside = [row for row in rows if row.beside_tcp]
+    beside = [row for row in rows if row.bound_is == "plain TCP"]
     tcp = "computing alone while a plain TCP stream sends as many bytes"
     if len(beside) == len(rows):
         return tcp

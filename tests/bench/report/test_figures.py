@@ -60,7 +60,7 @@ def test_efficiency_and_the_bound() -> None:
     # 95.2 MB between two hosts at 1 Gb/s take 0.7616 s, more than computing.
     assert found.bound_s == pytest.approx(0.7616)
     assert found.over_bound == pytest.approx(1.2 / 0.7616)
-    assert found.links_rate == "set"
+    assert found.bound_is == ""
     alone_here = replace(CLUSTER, hosts=1, slowest_bits_per_s=None)
     rows = all_figures(
         outcome(finished(case("single"), 0.6), finished(case("tf-ps"), 1.2), clusters=(alone_here,))
@@ -85,11 +85,14 @@ def test_links_without_a_set_rate_bound_at_the_measured_rate() -> None:
     rounds = (finished(case("single"), 0.6), finished(case("hvpipe-step"), 4.0))
     found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=(fast, slow))))
     # 2 (3 - 1) / 3 x 95.2 MB at 500 Mb/s.
-    assert (found.bound_s, found.links_rate) == (pytest.approx(4 / 3 * 95.2e6 * 8 / 5e8), "measured")
+    assert (found.bound_s, found.bound_is) == (
+        pytest.approx(4 / 3 * 95.2e6 * 8 / 5e8),
+        "links as measured",
+    )
     unknown = replace(slow, two_way_bits_per_s=None)
     for links in ((), (fast, unknown)):
         found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=links)))
-        assert (found.bound_s, found.over_bound, found.links_rate) == (None, None, "")
+        assert (found.bound_s, found.over_bound, found.bound_is) == (None, None, "")
 
 
 def test_without_gradient_bytes_limited_links_have_no_bound() -> None:
