@@ -1,7 +1,7 @@
-"""The command `hvpipe bench`, or `python -m bench`: run, step, tune, report, advise, compare, readme.
+"""The command `hvpipe bench`, or `python -m bench`: run, step, tune, report, advise, readme.
 
-Exit codes: 0 done; 1 some rounds failed or had no hosts, or `compare` found a regression; 2 wrong usage, or
-nothing could be run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
+Exit codes: 0 done; 1 some rounds failed or had no hosts; 2 wrong usage, or nothing could be run or read;
+130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
 """
 
 from __future__ import annotations
@@ -18,23 +18,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench import tune
-from bench.cluster.spec import cluster_spec, cores_of_rank
 from bench.errors import BenchError
-from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
-from bench.evaluation.journal import Journal
+from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts, this_host
 from bench.evaluation.one_group import add_task_arguments, suite_of
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.evaluation.progress import shown
+from bench.evaluation.progress import EvaluationProgress
 from bench.evaluation.read_suite import read_suite, suite_names
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
-from bench.evaluation.suite import Group, Suite
+from bench.evaluation.suite import Suite
 from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes
-from bench.report.compare import compare
 from bench.report.figures import all_figures
-from bench.report.files import show_figures, write_outputs
+from bench.report.files import show_figures, write_page
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import keep_tuned
@@ -64,16 +61,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hvpipe bench",
         description="Measure native TensorFlow, Horovod and hvpipe side by side.",
-        epilog="exit codes: 0 done; 1 some rounds failed, or compare found a regression; "
-        "2 wrong usage, or nothing could be run or read; 128 + n ended by signal n (130: Ctrl-C)",
+        epilog="exit codes: 0 done; 1 some rounds failed; 2 wrong usage, or nothing could be run or read; "
+        "128 + n ended by signal n (130: Ctrl-C)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a suite, or continue an interrupted one")
     run.add_argument("suite", metavar="SUITE", help=f"{', '.join(suite_names())}, or a TOML file")
     run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
-    run.add_argument(
-        "--host-counts", metavar="LIST", help="also run on only the first hosts of --hosts, as in 1,2"
-    )
     run.add_argument("--rounds", type=int, metavar="N", help="at most N rounds of each system")
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
     _add_where(run)
@@ -100,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
         add_task_arguments(each)
         _add_where(each)
         each.add_argument("--json", action="store_true", help="print the figures as JSON")
-    report = commands.add_parser("report", help="write the report, CSV and JSON of a folder again")
+    report = commands.add_parser("report", help="write the report of a folder again")
     report.add_argument("folder", type=Path, metavar="DIR", help="a folder that `run` wrote")
     report.add_argument("--json", action="store_true", help="print the figures as JSON")
     report.set_defaults(act=_report)
@@ -108,11 +102,6 @@ def make_parser() -> argparse.ArgumentParser:
     advise.add_argument("folder", type=Path, metavar="DIR", help="results.json, or its folder")
     advise.add_argument("--json", action="store_true", help="as JSON")
     advise.set_defaults(act=_advise)
-    versus = commands.add_parser("compare", help="find what became slower beyond noise")
-    versus.add_argument("before", type=Path, metavar="BEFORE", help="results.json, or its folder")
-    versus.add_argument("after", type=Path, metavar="AFTER", help="results.json, or its folder")
-    versus.add_argument("--json", action="store_true", help="as JSON")
-    versus.set_defaults(act=_compare)
     readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
     readme.add_argument("results", type=Path, metavar="DIR", help="results.json, or its folder")
     readme.add_argument(
@@ -143,13 +132,11 @@ def _run(options: argparse.Namespace) -> int:
         suite = suite.only_systems(name.strip() for name in options.systems.split(","))
     if options.rounds is not None:
         suite = suite.at_most(options.rounds)
-    if options.host_counts is not None:
-        selection = selection.on_counts(options.host_counts)
     evaluation = _evaluation(suite, selection, options, SYSTEMS)
     if options.plan:
         print(evaluation.describe())
         return 0
-    _require_plots()
+    _require_page()
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
     outcome = _measured(evaluation, folder, retry_failed=options.retry_failed)
     status = _finish(outcome, folder, options.json)
@@ -193,13 +180,13 @@ def _one_group(
 ) -> EvaluationOutcome:
     """Train the task of the options by the systems in turn. Without a folder nothing is kept."""
     if folder is not None:
-        _require_plots()
+        _require_page()
     selection = _selection(options)
     if selection is None:
         ranks = 2 if options.ranks is None else options.ranks
         if ranks < 1:
             raise BenchError(f"--ranks should be at least 1. Received: --ranks {ranks}")
-        selection = HostSelection(loopback=True, loopback_ranks=ranks)
+        selection = this_host(ranks)
     elif options.ranks is not None:
         raise BenchError(
             "--ranks are those of this host alone; a cluster has as many as its slots. "
@@ -211,8 +198,8 @@ def _one_group(
     if folder is not None:
         outcome = _measured(evaluation, folder, retry_failed=True)
     else:
-        with TemporaryDirectory(prefix="hvpipe-bench-") as kept, shown(evaluation.rounds()) as progress:
-            outcome = evaluation.run(Path(kept), progress)
+        with TemporaryDirectory(prefix="hvpipe-bench-") as kept:
+            outcome = evaluation.run(Path(kept), EvaluationProgress(evaluation.rounds()))
     if _none_installed(outcome):
         raise BenchError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
     return outcome
@@ -240,7 +227,9 @@ def _evaluation(
     if options.threads is not None and options.threads < 1:
         raise BenchError(f"--threads should be at least 1. Received: --threads {options.threads}")
     python = _python(options.python)
-    suite = selection.fit(suite).with_threads(options.threads, partial(_cores, selection))
+    suite = selection.fit(suite).with_threads(
+        options.threads, lambda group: selection.hosts_of(group).cores_of_rank()
+    )
     used = {name for group in suite.groups for name in group.systems}
     missing = {
         name: f"{each.title}: {why}"
@@ -255,23 +244,10 @@ def _evaluation(
 
 def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> EvaluationOutcome:
     try:
-        with shown(evaluation.rounds()) as progress:
-            return evaluation.run(folder, progress, retry_failed=retry_failed)
+        return evaluation.run(folder, EvaluationProgress(evaluation.rounds()), retry_failed=retry_failed)
     except (KeyboardInterrupt, SystemExit):
         print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
         raise
-
-
-def _cores(selection: HostSelection, group: Group) -> float:
-    """Return the cores of each rank of a group."""
-    if selection.hosts is not None:
-        return selection.hosts.cores_of_rank()
-    cores = os.cpu_count() or 1
-    return (
-        cores / group.ranks
-        if selection.loopback
-        else cores_of_rank(group.spec or cluster_spec(group.cluster), cores)
-    )
 
 
 def _python(given: str | None) -> str:
@@ -288,28 +264,25 @@ def _python(given: str | None) -> str:
     return os.path.abspath(found)  # links are not followed: a virtual environment is where its link is
 
 
-def _require_plots() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("The report needs matplotlib: `pip install '.[bench]'`. Received: not installed")
+def _require_page() -> None:
+    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BenchError(
+            f"The report needs jinja2 and matplotlib: `pip install '.[bench]'`. Received: no {missing[0]}"
+        )
 
 
 def _report(options: argparse.Namespace) -> int:
-    _require_plots()
+    _require_page()
     if not options.folder.is_dir():
         raise BenchError(f"DIR should be a folder that `run` wrote. Received: {options.folder}")
-    return _finish(_read(options.folder), options.folder, options.json)
-
-
-def _read(path: Path) -> EvaluationOutcome:
-    """Read a folder's journal, which may be newer than its results.json; else a file of results."""
-    kept = Journal.kept_in(path) if path.is_dir() else None
-    return EvaluationOutcome.read(path) if kept is None else kept
+    return _finish(EvaluationOutcome.read(options.folder), options.folder, options.json)
 
 
 def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
-    written = write_outputs(outcome, folder)
+    written = write_page(outcome, folder)
     print(show_figures(outcome, as_json=as_json))
-    print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)
+    print(f"written: {written}", file=sys.stderr)
     return _status(outcome)
 
 
@@ -319,7 +292,7 @@ def _status(outcome: EvaluationOutcome) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    rows = all_figures(_read(options.folder))
+    rows = all_figures(EvaluationOutcome.read(options.folder))
     text = json.dumps(modes.as_json(rows), indent=1) if options.json else modes.describe(rows)
     if not text:
         raise BenchError(
@@ -329,14 +302,8 @@ def _advise(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(options: argparse.Namespace) -> int:
-    found = compare(_read(options.before), _read(options.after))
-    print(json.dumps(found.to_json(), indent=1) if options.json else found.to_text())
-    return 1 if found.regressed else 0
-
-
 def _readme(options: argparse.Namespace) -> int:
-    print(f"{options.file}: {rewrite(options.file, _read(options.results))}")
+    print(f"{options.file}: {rewrite(options.file, EvaluationOutcome.read(options.results))}")
     return 0
 
 

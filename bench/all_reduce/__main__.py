@@ -1,10 +1,8 @@
 """All-reduce bandwidth: hvpipe against MPI_Allreduce, and against what memory or the link gives.
 
-``python -m bench.all_reduce --ranks 2`` measures this host. ``--hosts 4 --rate 300mbit`` or ``--spec FILE``
-measures a virtual cluster, and its link before and after. Under a launcher, as in
-``mpirun -np 8 python -m bench.all_reduce``, it measures the launcher's ranks. MPI_Allreduce runs as it is,
-and with the best of Open MPI's algorithms for each size. Bandwidths are defined as in nccl-tests (see
-metrics.py).
+``python -m bench.all_reduce --ranks 2`` measures this host. ``--cluster 4x300mbit`` measures a virtual
+cluster, and its link before and after; ``--hosts a:2,b:2`` real hosts. MPI_Allreduce runs as it is, and with
+the best of Open MPI's algorithms for each size. Bandwidths are defined as in nccl-tests (see metrics.py).
 """
 
 from __future__ import annotations
@@ -14,64 +12,72 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 
 from bench.all_reduce.report import AllReduceReport
-from bench.cluster.link_rate import measure_two_way
-from bench.cluster.spec import spec_from_arguments
-from bench.cluster.virtual_cluster import VirtualCluster
 from bench.hosts import rank_benchmark
+from bench.hosts.links import measure_two_way
 from bench.metrics import parse_size, sizes
+from hvpipe.errors import HvpipeError
 
-_NAME = "bench.all_reduce"
 # A link's token bucket lets 256 KB pass at once after a pause. Samples are so long that this weighs little.
-_LINK_SAMPLE_S = 0.3
+_SAMPLE_S, _LINK_SAMPLE_S = 0.02, 0.3
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = rank_benchmark.make_parser(_NAME, "Measure all-reduce bandwidth.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.all_reduce", description="Measure all-reduce bandwidth."
+    )
+    parser.add_argument("--cluster", help="a virtual cluster: 2x1.5gbit, slow-cpu, or a TOML file")
+    parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
+    rank_benchmark.add_rank_arguments(parser)
     parser.add_argument("--min", default="4K", help="smallest buffer (default: 4K)")
     parser.add_argument("--max", default="256M", help="largest buffer (default: 256M)")
     parser.add_argument(
         "--sample-seconds", type=float, help="minimum length of a sample (default: 0.02; on links 0.3)"
     )
-    rank_benchmark.add_output_arguments(parser, "sample")
+    parser.add_argument("--json", type=Path, help="write every sample to this file")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; see run_command for the exit codes. Results are verified."""
+    """Return 0 when measured, 1 with a line of explanation when not, 130 at Ctrl-C. Results are verified."""
     os.environ.setdefault("OMPI_MCA_coll_tuned_use_dynamic_rules", "1")  # lets mpi-best choose an algorithm
-    return rank_benchmark.run_command(_NAME, _parser(), argv, check=_sizes, measure=_measure, drive=_drive)
+    options = _parser().parse_args(argv)
+    try:
+        report = _measured(options)
+    except HvpipeError as error:
+        print(f"bench.all_reduce: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(report.to_text())
+    if options.json is not None:
+        options.json.write_text(report.to_json())
+        print(f"samples: {options.json}")
+    return 0
 
 
-def _sizes(arguments: argparse.Namespace) -> tuple[int, ...]:
-    return tuple(sizes(parse_size(arguments.min), parse_size(arguments.max)))
-
-
-def _measure(arguments: argparse.Namespace) -> AllReduceReport:
-    from bench.all_reduce.worker import measure
-
-    sample_s = 0.02 if arguments.sample_seconds is None else arguments.sample_seconds
-    return measure(_sizes(arguments), sample_s, arguments.where, rank_benchmark.say)
-
-
-def _drive(arguments: argparse.Namespace, words: list[str]) -> AllReduceReport:
-    """Start the ranks here or on a virtual cluster, and add the measured rate of its links."""
-    if rank_benchmark.on_this_host(arguments):
-        return rank_benchmark.run_ranks(_NAME, arguments, words)
-    spec = spec_from_arguments(arguments)
-    if arguments.sample_seconds is None:
-        words = [*words, "--sample-seconds", str(_LINK_SAMPLE_S)]
-    with VirtualCluster(spec) as cluster:
+def _measured(options: argparse.Namespace) -> AllReduceReport:
+    """Measure on the ranks, and their link before and after."""
+    sizes_bytes = sizes(parse_size(options.min), parse_size(options.max))
+    with rank_benchmark.hosts_of(options.cluster, options.hosts) as hosts:
+        sample_s = options.sample_seconds or (_LINK_SAMPLE_S if len(hosts.spec.hosts) > 1 else _SAMPLE_S)
+        arguments = {"sizes_bytes": sizes_bytes, "sample_s": sample_s, "where": hosts.spec.describe()}
         rates = []
-        if len(spec.hosts) > 1:
-            rates.append(measure_two_way(cluster, spec.hosts[0].name, spec.hosts[-1].name))
-        report = rank_benchmark.run_ranks(_NAME, arguments, words, cluster)
-        if len(spec.hosts) > 1:
-            rates.append(measure_two_way(cluster, spec.hosts[0].name, spec.hosts[-1].name))
-    if not rates:
-        return report
-    return replace(report, link_bits_per_s=sum(rate.bits_per_s for rate in rates) / len(rates))
+
+        def measure_link() -> None:
+            if len(hosts.spec.hosts) > 1:
+                first, *_, last = hosts.spec.hosts
+                rates.extend(measure_two_way(hosts, first.name, last.name))
+
+        measure_link()
+        report: AllReduceReport = rank_benchmark.run_on_ranks(
+            "bench.all_reduce.worker", arguments, hosts, options
+        )
+        measure_link()
+    return replace(report, link_bits_per_s=fmean(rates)) if rates else report
 
 
 if __name__ == "__main__":

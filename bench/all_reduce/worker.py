@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -132,10 +133,8 @@ def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], sample_s: f
     return Row(size_bytes, samples, copies, best.chosen)
 
 
-def measure(
-    sizes_bytes: Sequence[int], sample_s: float, where: str, say: Callable[[str], None]
-) -> AllReduceReport:
-    """Measure every size in turn. All ranks call this and get the report. `say` is called on rank 0.
+def measure(sizes_bytes: Sequence[int], sample_s: float, where: str) -> AllReduceReport:
+    """Measure every size in turn. All ranks call this and get the report.
 
     Operations shorter than `sample_s` are timed several at once.
     """
@@ -144,7 +143,7 @@ def measure(
     rows = []
     for size_bytes in sizes_bytes:
         if world.rank == 0:
-            say(f"{format_size(size_bytes)} ...")
+            print(f"{format_size(size_bytes)} ...", file=sys.stderr, flush=True)
         rows.append(measure_size(size_bytes, operations, sample_s))
     version = MPI.Get_library_version().split(",")[0].strip()
     hosts = len(set(world.allgather(MPI.Get_processor_name())))

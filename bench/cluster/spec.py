@@ -4,11 +4,9 @@ TOML.
 
 from __future__ import annotations
 
-import argparse
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench.errors import BenchError
 from hvpipe.config_file import Table, read_document
@@ -98,13 +96,6 @@ class ClusterSpec:
             parts.append(f"{host.name} {format_rate(host.rate_bits_per_s)}{cpus}{slots}")
         return f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}: {', '.join(parts)}"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ClusterSpec:
-        return ClusterSpec(tuple(HostSpec(**host) for host in data["hosts"]))
-
 
 def equal_hosts(
     count: int, rate: str = "unlimited", *, cpus: float | None = None, slots: int = 1
@@ -159,33 +150,3 @@ def cores_of_rank(spec: ClusterSpec, cores: int) -> float:
     """Return the cores of each rank on the slowest host. Hosts share this machine's `cores`."""
     limits = [host.cpus / host.slots for host in spec.hosts if host.cpus is not None]
     return min([cores / spec.slots, *limits])
-
-
-def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe a cluster, for every command that can bring one up."""
-    parser.add_argument("--hosts", type=int, help="number of equal hosts, h0, h1, ...")
-    parser.add_argument(
-        "--rate", default="unlimited", help="rate of each link, e.g. 300mbit (default: unlimited)"
-    )
-    parser.add_argument(
-        "--cpus", type=float, help="CPU time of each host in cores, e.g. 0.5 (default: no limit)"
-    )
-    parser.add_argument("--slots", type=int, default=1, help="ranks for each host (default: 1)")
-    parser.add_argument(
-        "--spec", type=Path, help="instead of --hosts: a TOML file with a [[host]] table for each host"
-    )
-
-
-def spec_from_arguments(arguments: argparse.Namespace) -> ClusterSpec:
-    if arguments.spec is not None:
-        if arguments.hosts is not None:
-            raise BenchError(
-                f"Give --spec or --hosts. Received: spec={arguments.spec}, hosts={arguments.hosts}"
-            )
-        return read_spec(arguments.spec)
-    return equal_hosts(
-        2 if arguments.hosts is None else arguments.hosts,
-        arguments.rate,
-        cpus=arguments.cpus,
-        slots=arguments.slots,
-    )

@@ -1,23 +1,19 @@
-"""The state of a virtual cluster on disk, so that another process can enter it or clean it up."""
+"""The folder of a virtual cluster: the scripts that enter its hosts, and a lock of the process that holds it.
+
+The kernel opens the lock when that process ends, however it ends. So an unlocked folder is of a cluster that
+nobody took down.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from bench.cluster.spec import ClusterSpec
-from bench.errors import BenchError
-from hvpipe.atomic_file import atomic_file
-
-STATE = Path("/run/hvpipe-cluster")
-_FILE = "state.json"
+FOLDERS = Path("/run/hvpipe-cluster")
 
 # One script enters a host, so that launchers, `exec` and a person's shell get the same host: its CPU
 # time, network, name, /etc/hosts, and a /sys of its network. That /sys keeps the cgroups, because entering
@@ -58,106 +54,74 @@ exec {directory}/enter "$host" sh -c "$*"
 """
 
 
-@dataclass(frozen=True)
-class ClusterState:
-    """A cluster's name and spec, and the process that it ends with; owner_pid 0 if it stays until `down`."""
-
-    name: str
-    spec: ClusterSpec
-    owner_pid: int
-    owner_started: int
-
-    @property
-    def directory(self) -> Path:
-        """The folder of this state and the enter script."""
-        return STATE / self.name
-
-    @property
-    def ssh(self) -> Path:
-        """The script that stands in for ssh, alone in its folder, which PATH can name."""
-        return self.directory / "bin" / "ssh"
-
-    @property
-    def owner_alive(self) -> bool:
-        """Whether the owner still runs. Another process that reuses its pid does not count."""
-        return self.owner_pid != 0 and process_started(self.owner_pid) == self.owner_started
-
-    @property
-    def stale(self) -> bool:
-        """Whether its owner ended without taking it down."""
-        return self.owner_pid != 0 and not self.owner_alive
-
-    def write(self, cpu_group: Path | None) -> None:
-        """Write state and scripts. `cpu_group` holds the hosts' cgroups, if there is a cpu controller."""
-        (self.directory / "cgroup").mkdir(parents=True, exist_ok=True)
-        data = {
-            "name": self.name,
-            "owner_pid": self.owner_pid,
-            "owner_started": self.owner_started,
-            "spec": self.spec.to_json(),
-        }
-        with atomic_file(self.directory / _FILE) as file:  # another process may read it
-            file.write(json.dumps(data, indent=1).encode())
-        fields = {"name": self.name, "directory": self.directory, "cpu_group": cpu_group or "/nonexistent"}
-        self.ssh.parent.mkdir(exist_ok=True)
-        for path, text in ((self.directory / "enter", _ENTER), (self.ssh, _SSH)):
-            path.write_text(text.format(**fields))
-            path.chmod(0o755)
-
-    def delete(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-        with suppress(OSError):  # another cluster has a state there, or another process was first
-            STATE.rmdir()
+def folder(name: str) -> Path:
+    return FOLDERS / name
 
 
-def process_started(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot; 0 if it does not run."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])
+def enter_script(name: str) -> Path:
+    """Return the script that runs a command inside a host: enter HOST COMMAND [ARGUMENT...]."""
+    return folder(name) / "enter"
 
 
-def read_state(name: str) -> ClusterState:
-    try:
-        return _read(STATE / name / _FILE)
-    except OSError as error:
-        known = ", ".join(path.parent.name for path in _files()) or "none"
-        raise BenchError(
-            f"The cluster must be up: `python -m bench.cluster up`. Received: name={name!r}; up: {known}"
-        ) from error
+def ssh_script(name: str) -> Path:
+    """Return the script that stands in for ssh, alone in its folder, which PATH can name."""
+    return folder(name) / "bin" / "ssh"
 
 
-def _read(path: Path) -> ClusterState:
-    try:
-        data: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise BenchError(f"A cluster's state must be JSON: delete {path}. Received: {error}") from error
-    return ClusterState(
-        data["name"], ClusterSpec.from_json(data["spec"]), data["owner_pid"], data["owner_started"]
-    )
+def make(name: str, cpu_group: Path | None) -> int:
+    """Make a cluster's folder and scripts. Return the lock, which the caller closes after `delete`.
+
+    `cpu_group` holds the hosts' cgroups, if there is a cpu controller.
+    """
+    (folder(name) / "cgroup").mkdir(parents=True)
+    lock = _lock(folder(name))
+    assert lock is not None  # a folder that is new
+    fields = {"name": name, "directory": folder(name), "cpu_group": cpu_group or "/nonexistent"}
+    ssh_script(name).parent.mkdir()
+    for path, text in ((enter_script(name), _ENTER), (ssh_script(name), _SSH)):
+        path.write_text(text.format(**fields))
+        path.chmod(0o755)
+    return lock
 
 
-def all_states() -> list[ClusterState]:
-    """Return every cluster on this machine, including stale ones."""
-    found = []
-    for path in _files():
-        with suppress(FileNotFoundError):  # taken down meanwhile
-            found.append(_read(path))
-    return found
+def delete(name: str) -> None:
+    shutil.rmtree(folder(name), ignore_errors=True)
+    with suppress(OSError):  # another cluster has a folder there, or another process was first
+        FOLDERS.rmdir()
+
+
+def names() -> list[str]:
+    """Return the names of all clusters of this machine."""
+    return sorted(path.name for path in FOLDERS.glob("*"))
+
+
+def is_held(name: str) -> bool:
+    """Return whether a process, perhaps this one, holds the cluster."""
+    with suppress(FileNotFoundError):  # taken down meanwhile
+        lock = _lock(folder(name))
+        if lock is None:
+            return True
+        os.close(lock)
+    return False
 
 
 @contextmanager
 def alone() -> Iterator[None]:
     """Wait until no other process is in such a block."""
-    folder = os.open(STATE.parent, os.O_RDONLY)
+    handle = os.open(FOLDERS.parent, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
-def _files() -> list[Path]:
-    return sorted(STATE.glob(f"*/{_FILE}"))
+def _lock(path: Path) -> int | None:
+    """Lock a folder. Return the handle, whose closing unlocks it; None if it is locked already."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle

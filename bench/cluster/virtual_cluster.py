@@ -3,36 +3,35 @@
     with VirtualCluster(equal_hosts(4, "300mbit")) as cluster:
         cluster.run(4, ["python", "train.py"])
 
-``python -m bench.cluster`` offers the same as a command. Linux and root only.
+``python -m bench.cluster 4x300mbit`` offers the same as a command. Linux and root only.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from bench.cluster import cpu, network
-from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
-from bench.cluster.state import ClusterState, all_states, alone, process_started, read_state
+from bench.cluster import cpu, network, state
+from bench.cluster.spec import ClusterSpec, cores_of_rank, equal_hosts
 from bench.errors import BenchError
+from bench.hosts.hosts import FIRST_PORT, Hosts
 from bench.launch import mpirun
 from bench.launch.termination import ended_by_exception, undisturbed
 
-__all__ = ["BenchError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]
+__all__ = ["VirtualCluster", "clean_up", "equal_hosts"]
 
 _NAME = re.compile(r"[a-z][a-z0-9]{0,19}")
 
 
-class VirtualCluster:
+class VirtualCluster(Hosts):
     """A virtual cluster that is up inside its `with` block.
 
     Leaving the block by return, exception, Ctrl-C or SIGTERM takes everything down. After SIGKILL, the next
-    cluster on this machine (or ``python -m bench.cluster down``) does.
+    cluster on this machine does.
     """
 
     def __init__(self, spec: ClusterSpec, name: str | None = None) -> None:
@@ -45,15 +44,10 @@ class VirtualCluster:
                 f"Received: name={self.name!r}"
             )
 
-    @staticmethod
-    def attach(name: str) -> VirtualCluster:
-        """Return the cluster of that name, which is up already and stays up."""
-        return VirtualCluster(read_state(name).spec, name)
-
     def __enter__(self) -> VirtualCluster:
         with ExitStack() as signals:
             signals.enter_context(ended_by_exception())
-            self.up(owner_pid=os.getpid())
+            self.up()
             self._signals = signals.pop_all()
         return self
 
@@ -63,67 +57,39 @@ class VirtualCluster:
         with self._signals:
             self.down()
 
-    def up(self, owner_pid: int = 0) -> None:
-        """Build the cluster, in place of an idle one of the same name. With owner_pid 0 it stays up until
-        `down`.
-        """
+    def up(self) -> None:
+        """Build the cluster. BenchError if another one of its name is up."""
         network.require_privileges()
         clean_up()
-        if network.existing_namespaces(self.name):
-            self._require_idle()
-            self.down()
-        # Until it is complete it belongs to this process: if this one is killed, the next one removes it.
-        building = ClusterState(self.name, self.spec, os.getpid(), process_started(os.getpid()))
-        building.write(cpu.group(self.name))
+        with state.alone():
+            if self.name in state.names():
+                raise BenchError(f"A cluster's name must not be in use. Received: name={self.name!r}")
+            self._lock = state.make(self.name, cpu.group(self.name))
         try:
             cpu.build(self.name, self.spec)
             network.build(self.name, self.spec)
         except BaseException:
             self.down()
             raise
-        if owner_pid != os.getpid():
-            ClusterState(self.name, self.spec, owner_pid, process_started(owner_pid)).write(
-                cpu.group(self.name)
-            )
 
     def down(self) -> None:
         """End the processes inside and remove everything. A second Ctrl-C waits until that is done."""
         with undisturbed():
-            network.remove(self.name)
-            cpu.remove(self.name)
-            ClusterState(self.name, self.spec, 0, 0).delete()
-
-    def _require_idle(self) -> None:
-        state = next((state for state in all_states() if state.name == self.name), None)
-        running = network.processes(self.name)
-        if (state is not None and state.owner_alive) or running:
-            owner = (
-                f"process {state.owner_pid} holds it"
-                if state is not None and state.owner_alive
-                else "no owner"
-            )
-            raise BenchError(
-                f"The cluster must not be in use: end its processes or `python -m bench.cluster down --name "
-                f"{self.name}`. Received: name={self.name!r}, {owner}, {len(running)} processes inside"
-            )
-
-    @property
-    def directory(self) -> Path:
-        """The folder of the enter script while the cluster is up."""
-        return ClusterState(self.name, self.spec, 0, 0).directory
+            _remove(self.name)
+            os.close(self._lock)
 
     @property
     def ssh(self) -> Path:
         """A script that stands in for ssh, as launchers call it, while the cluster is up."""
-        return ClusterState(self.name, self.spec, 0, 0).ssh
+        return state.ssh_script(self.name)
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
         names = [each.name for each in self.spec.hosts]
         if host not in names:
             raise BenchError(f"The host must be one of {', '.join(names)}. Received: host={host!r}")
-        return [str(self.directory / "enter"), host, *command]
+        return [str(state.enter_script(self.name)), host, *command]
 
-    def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
+    def mpirun_command(self, ranks: int, command: Sequence[str], export: Sequence[str] = ()) -> list[str]:
         """Return the line by which mpirun starts `command` on `ranks` ranks, from inside the first host."""
         limited = any(host.cpus is not None for host in self.spec.hosts)
         line = mpirun.line(
@@ -136,29 +102,22 @@ class VirtualCluster:
         )
         return self.host_command(self.spec.hosts[0].name, line)
 
-    def execute(
-        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside a host to its end and return its output as text."""
-        return mpirun.run(self.host_command(host, command), timeout_s=timeout_s)
+    def addresses(self, hosts: Sequence[int]) -> list[str]:
+        return [f"{network.address(host)}:{FIRST_PORT + number}" for number, host in enumerate(hosts)]
 
-    def run(
-        self,
-        ranks: int,
-        command: Sequence[str],
-        *,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        capture: bool = True,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command on `ranks` ranks to its end. Every rank gets `env`."""
-        return mpirun.run(self.mpirun_command(ranks, command), timeout_s=timeout_s, env=env, capture=capture)
+    def cores_of_rank(self) -> float:
+        return cores_of_rank(self.spec, os.cpu_count() or 1)
 
 
-def clean_up() -> list[str]:
-    """Take down every cluster whose owner is gone. Return their names."""
-    with alone():  # two would remove the same things
-        stale = [state for state in all_states() if state.stale]
-        for state in stale:
-            VirtualCluster(state.spec, state.name).down()
-    return [state.name for state in stale]
+def clean_up() -> None:
+    """Take down every cluster whose process has ended."""
+    with state.alone():  # two would remove the same things
+        for name in state.names():
+            if not state.is_held(name):
+                _remove(name)
+
+
+def _remove(name: str) -> None:
+    network.remove(name)
+    cpu.remove(name)
+    state.delete(name)

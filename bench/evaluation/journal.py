@@ -1,4 +1,4 @@
-"""The journal of an evaluation: all that it has so far, so that nothing is lost or done twice."""
+"""Keeps all that an evaluation has so far in results.json, so that nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.errors import BenchError
-from bench.evaluation.outcome import EvaluationOutcome, Setting
+from bench.evaluation.outcome import FILE, EvaluationOutcome, Setting
 from bench.evaluation.software import differences
 from bench.hosts.links import LinkFacts
 from bench.rounds.record import Round
 from hvpipe.atomic_file import atomic_file
 from hvpipe.config_file import fingerprint
-
-FILE = "journal.json"  # not results.json: a folder of kept results is not continued
 
 
 @contextmanager
@@ -47,15 +45,10 @@ class Journal:
         """Begin, or continue a journal of the same plan. BenchError if the plan is another."""
         self._path = folder / FILE
         folder.mkdir(parents=True, exist_ok=True)
-        kept = self.kept_in(folder)
+        kept = EvaluationOutcome.read(folder) if self._path.exists() else None
         if kept is not None:
             _require_same(folder, kept.setting, setting)
         self._write(kept or EvaluationOutcome(setting))
-
-    @staticmethod
-    def kept_in(folder: Path) -> EvaluationOutcome | None:
-        """Return the content of a folder's journal, perhaps of an interrupted run; None without a journal."""
-        return EvaluationOutcome.read(folder / FILE) if (folder / FILE).exists() else None
 
     def add_round(self, finished: Round) -> None:
         self._write(replace(self.outcome, rounds=(*self.outcome.rounds, finished)))

@@ -11,6 +11,8 @@ from bench.evaluation.suite import ANYWHERE, Group, Suite
 from bench.rounds.record import AUTO_THREADS, Task
 from bench.training.workloads import WORKLOADS, check
 
+_FIELDS = ("workload", "batch", "pixels", "warm_up", "steps", "seed", "epochs")
+
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is trained and for how long, for suite_of."""
@@ -30,17 +32,8 @@ def suite_of(name: str, options: argparse.Namespace, systems: Sequence[str], rou
     shares = options.shares.split(",") if options.shares else []
     if not all(word.strip().isdecimal() for word in shares):
         raise BenchError(f"--shares should be whole numbers, as in 11,5. Received: {options.shares!r}")
-    task = Task(
-        workload=options.workload,
-        batch=options.batch,
-        pixels=options.pixels,
-        threads=AUTO_THREADS,
-        warm_up=options.warm_up,
-        steps=options.steps,
-        seed=options.seed,
-        shares=tuple(map(int, shares)),
-        epochs=options.epochs,
-    )
+    values = {name: getattr(options, name) for name in _FIELDS}
+    task = Task(threads=AUTO_THREADS, shares=tuple(map(int, shares)), **values)
     check(replace(task, threads=1))
     if rounds < 1:
         raise BenchError(f"--rounds should be at least 1. Received: --rounds {rounds}")

@@ -12,6 +12,8 @@ from bench.hosts.hardware import HostHardware
 from bench.hosts.links import LinkFacts
 from bench.rounds.record import FORMAT, Round
 
+FILE = "results.json"
+
 
 @dataclass(frozen=True)
 class ClusterFacts:
@@ -71,7 +73,7 @@ class EvaluationOutcome:
             return EvaluationOutcome(
                 _setting_from_dict(data["setting"]),
                 tuple(Round.from_dict(each) for each in data["rounds"]),
-                tuple(LinkFacts.from_dict(each) for each in data["links"]),
+                tuple(LinkFacts(**each) for each in data["links"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise BenchError(
@@ -81,7 +83,7 @@ class EvaluationOutcome:
     @staticmethod
     def read(path: Path) -> EvaluationOutcome:
         """Read results.json, or a folder that has one."""
-        file = path / "results.json" if path.is_dir() else path
+        file = path / FILE if path.is_dir() else path
         try:
             return EvaluationOutcome.from_json(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

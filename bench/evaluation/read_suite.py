@@ -8,15 +8,15 @@ from pathlib import Path
 
 from bench.cluster.spec import ClusterSpec, named_cluster
 from bench.errors import BenchError
-from bench.evaluation.suite import ANYWHERE, Group, Suite, batch_of_rank, require_ranks, shares_by_speed
+from bench.evaluation.suite import ANYWHERE, Group, Suite, require_ranks
 from bench.rounds.record import AUTO_THREADS, Task
 from bench.training.workloads import check
 from hvpipe.config_file import Table, read_document
 
 FOLDER = Path(__file__).parents[1] / "suites"
 _NUMBERS = ("batch", "pixels", "warm_up", "steps", "seed", "epochs")
-_KEYS = (*_NUMBERS, "workload", "threads", "clusters", "systems", "rounds", "once", "scaling", "shares")
-_DEFAULTS = {"threads": "auto", "rounds": 2, "once": [], "scaling": "weak", "shares": []}
+_KEYS = (*_NUMBERS, "workload", "threads", "clusters", "systems", "rounds", "once", "shares")
+_DEFAULTS = {"rounds": 2, "once": [], "shares": []}
 
 
 def suite_names() -> list[str]:
@@ -60,44 +60,27 @@ def _groups(table: Table, folder: Path, all_systems: Sequence[str]) -> list[Grou
     fields = table.as_dict()
     systems = tuple(all_systems) if fields.get("systems") == "all" else _names(table, "systems", all_systems)
     once = _names(table, "once", systems) if fields["once"] else ()
-    scaling = table.text("scaling")
-    if scaling not in ("weak", "strong"):
-        raise BenchError(f"scaling should be weak or strong. Received: {scaling!r}")
     clusters: list[tuple[str, ClusterSpec | None]] = [(ANYWHERE, None)]
     if table.has("clusters"):
         clusters = [named_cluster(text, folder) for text in _names(table, "clusters")]
-    by_speed = fields["shares"] == "proportional"
     rounds = table.integer("rounds", minimum=1)
+    task = _task(table)
     made = []
     for name, spec in clusters:
-        task = _task(table, spec)
         ranks = spec.slots if spec is not None else len(task.shares) or 1
-        made.append(
-            Group(task, name, ranks, systems, rounds, scaling, spec=spec, by_speed=by_speed, once=once)
-        )
+        require_ranks(task, ranks)
+        made.append(Group(task, name, ranks, systems, rounds, spec=spec, once=once))
     return made
 
 
-def _task(table: Table, spec: ClusterSpec | None) -> Task:
+def _task(table: Table) -> Task:
     fields = table.as_dict()
     values = {key: table.integer(key) for key in _NUMBERS if key in fields or key == "batch"}
-    auto = fields["threads"] == "auto"
-    threads = AUTO_THREADS if auto else table.integer("threads", minimum=1)
-    if fields["scaling"] == "strong":
-        values["batch"] = batch_of_rank(values["batch"], 1 if spec is None else spec.slots)
-    if fields["shares"] != "proportional":
-        each = [Table({"shares": share}, table.place) for share in table.numbers("shares")]
-        shares = tuple(share.integer("shares", minimum=1) for share in each)
-    elif spec is None:
-        raise BenchError(
-            "'proportional' shares follow from what a virtual cluster leaves its hosts of their CPUs: the "
-            "group should name clusters. Received: none"
-        )
-    else:
-        shares = shares_by_speed(values["batch"], spec)
+    threads = table.integer("threads", minimum=1) if table.has("threads") else AUTO_THREADS
+    each = [Table({"shares": share}, table.place) for share in table.numbers("shares")]
+    shares = tuple(share.integer("shares", minimum=1) for share in each)
     task = Task(table.text("workload"), threads=threads, shares=shares, **values)
     check(replace(task, threads=max(1, task.threads)))
-    require_ranks(task, spec.slots if spec is not None else len(shares) or 1)
     return task
 
 

@@ -18,13 +18,13 @@ from bench.evaluation.progress import EvaluationProgress
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.hardware import describe_hardware
-from bench.hosts.real_hosts import Hosts
+from bench.hosts.hosts import Hosts
 from bench.metrics import format_time
 from bench.rounds.record import NOT_UP, Case, Round, Task
 from bench.rounds.timed_steps import counted
 from hvpipe.errors import HvpipeError
 
-RunRound = Callable[[Case, int, "Hosts | None", float], Round]
+RunRound = Callable[[Case, int, Hosts, float], Round]
 """Runs one round of a case: case, number, hosts, seconds until it is ended."""
 
 _OUTPUT_END = 4000
@@ -32,13 +32,13 @@ _OUTPUT_END = 4000
 
 def setting_of(suite: Suite, selection: HostSelection, software: Mapping[str, str] | None = None) -> Setting:
     """Return what is kept about a run before it begins. `suite` fits the selection."""
-    clusters = {each.cluster: each.spec for each in suite.groups}
+    groups = {each.cluster: each for each in suite.groups}
     return Setting(
         suite.name,
         suite.title,
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
         describe_hardware(),
-        tuple(selection.facts(name, spec) for name, spec in clusters.items()),
+        tuple(map(selection.facts, groups.values())),
         json.loads(json.dumps(asdict(suite))),
         (*((selection.note,) if selection.note else ()), *suite.notes),
         dict(software or {}),
@@ -56,8 +56,10 @@ class Evaluation:
         missing: Mapping[str, str],
         software: Mapping[str, str] | None = None,
     ) -> None:
-        """`missing` says why a system cannot run here, by name. `software` is from describe_software."""
-        self._suite = selection.fit(suite)
+        """`suite` fits the selection, `missing` says by name why a system cannot run here, `software` is from
+        describe_software.
+        """
+        self._suite = suite
         self._selection = selection
         self._run_round = run_round
         self._missing = missing
@@ -108,7 +110,7 @@ class Evaluation:
         if not left:
             return
         try:
-            with self._selection.bring_up(group) as hosts:
+            with self._selection.hosts_of(group) as hosts:
                 self._measure_links(group.cluster, hosts, journal, progress)
                 for number, case in left:
                     if _gave_up(journal.outcome, case):
@@ -128,7 +130,7 @@ class Evaluation:
             said = f"not run, {NOT_UP}{error}" if left else f"measured; its hosts could not be ended: {error}"
             progress.say(f"{group.name}: {said}")
 
-    def _round(self, case: Case, number: int, hosts: Hosts | None, timeout_s: float) -> Round:
+    def _round(self, case: Case, number: int, hosts: Hosts, timeout_s: float) -> Round:
         """Run a round. Every failure of a system ends up in the round."""
         try:
             return self._run_round(case, number, hosts, timeout_s)
@@ -140,10 +142,10 @@ class Evaluation:
             return Round(case, number, error=traceback.format_exc()[-_OUTPUT_END:])
 
     def _measure_links(
-        self, cluster: str, hosts: Hosts | None, journal: Journal, progress: EvaluationProgress
+        self, cluster: str, hosts: Hosts, journal: Journal, progress: EvaluationProgress
     ) -> None:
         known = any(each.cluster == cluster for each in journal.outcome.links)
-        if known or hosts is None or len(hosts.spec.hosts) < 2:
+        if known or len(hosts.spec.hosts) < 2:
             return
         progress.working_on(f"{cluster}: links")
         journal.add_links(links.measure(hosts, cluster))

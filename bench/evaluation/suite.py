@@ -14,20 +14,16 @@ from bench.errors import BenchError
 from bench.rounds.record import Case, Task
 from bench.systems import SYSTEMS
 from bench.training.workloads import trained_examples
-from hvpipe.forecast.data_parallel import whole_shares
 
 ANYWHERE = "hosts"  # the cluster of groups that name none
 LOOPBACK = "loopback"  # the cluster that is this machine alone
-_LEAST_STEPS = 4  # per epoch
 
 
 @dataclass(frozen=True)
 class Group:
     """Cases that are compared with each other: one task on one cluster by several systems, in rounds.
 
-    With "strong" scaling a step has the same samples on any number of ranks, and the task's batch is a rank's
-    part. `spec` describes a virtual cluster; shares that are `by_speed` follow from it. Systems in `once`
-    take part only in the first round.
+    `spec` describes a virtual cluster. Systems in `once` take part only in the first round.
     """
 
     task: Task
@@ -35,9 +31,7 @@ class Group:
     ranks: int
     systems: tuple[str, ...]
     rounds: int = 2
-    scaling: str = "weak"
     spec: ClusterSpec | None = None
-    by_speed: bool = False
     first: int = 0  # the system that begins the first round
     once: tuple[str, ...] = ()
 
@@ -50,7 +44,7 @@ class Group:
         task = self.task
         if system in SYSTEMS and not task.epochs:
             task = replace(task, steps=max(task.steps, SYSTEMS[system].least_steps))
-        return Case(system, self.cluster, self.ranks, task, self.scaling)
+        return Case(system, self.cluster, self.ranks, task)
 
     def rounds_of(self, system: str) -> int:
         return 1 if system in self.once else self.rounds
@@ -113,51 +107,13 @@ class Suite:
         notes = list(self.notes)
         for group in self.groups:
             try:
-                task = _task_on(group, ranks, spec)
+                require_ranks(group.task, ranks)
             except BenchError as error:
                 notes.append(f"{group.name} is left out: {error}")
                 continue
-            moved = replace(group, cluster=cluster, ranks=ranks, task=task, spec=spec)
-            if group.scaling == "weak" and task.batch < group.task.batch:
-                notes.append(f"{moved.name} has a smaller batch, so that an epoch has {_LEAST_STEPS} steps")
-            known = groups.setdefault(moved.name, moved)
-            systems = tuple(dict.fromkeys(known.systems + moved.systems))
-            rounds = max(known.rounds, moved.rounds)
-            more = {name for each in (known, moved) for name in each.systems if name not in each.once}
-            once = tuple(name for name in systems if name not in more)
-            groups[moved.name] = replace(known, systems=systems, rounds=rounds, once=once)
+            moved = replace(group, cluster=cluster, ranks=ranks, spec=spec)
+            groups.setdefault(moved.name, moved)
         return replace(self, groups=tuple(groups.values()), notes=tuple(notes))
-
-
-def batch_of_rank(batch: int, ranks: int) -> int:
-    """Return a rank's part of a whole step's batch. BenchError if it is no whole number."""
-    if batch % ranks:
-        raise BenchError(
-            f"With strong scaling the batch is the whole step's, and {ranks} ranks should share it evenly. "
-            f"Received: batch={batch}"
-        )
-    return batch // ranks
-
-
-def _task_on(group: Group, ranks: int, spec: ClusterSpec | None) -> Task:
-    """Return what a group trains on `ranks` ranks. BenchError if it cannot."""
-    task = group.task
-    if group.scaling == "strong":
-        task = replace(task, batch=batch_of_rank(task.batch * group.ranks, ranks))
-    elif task.epochs:
-        task = replace(task, batch=min(task.batch, trained_examples(task.workload) // (_LEAST_STEPS * ranks)))
-    if group.by_speed:
-        if spec is None:
-            raise BenchError("its shares follow from the CPU limits of a virtual cluster")
-        task = replace(task, shares=shares_by_speed(task.batch, spec))
-    require_ranks(task, ranks)
-    return task
-
-
-def shares_by_speed(batch: int, spec: ClusterSpec) -> tuple[int, ...]:
-    """Return the samples of each rank by its host's CPU time: batch x ranks in all, at least one each."""
-    speeds = [host.cpus or 1.0 for host in spec.hosts for _ in range(host.slots)]
-    return tuple(whole_shares(batch * len(speeds), speeds, least=1))
 
 
 def require_ranks(task: Task, ranks: int) -> None:

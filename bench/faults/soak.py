@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +44,7 @@ class _Soak:
     ranks: int = RANKS
     complete_s: float = field(default_factory=time.monotonic)  # when so many were last seen
     faults: Counter[str] = field(default_factory=Counter)
-    bytes_of: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # by PID: (time, RSS)
+    rss: dict[str, list[int]] = field(default_factory=dict)  # of the launcher, and of ranks
 
     def training(self) -> list[psutil.Process]:
         """Return the ranks that train."""
@@ -61,13 +60,16 @@ class _Soak:
         return next((p for p in _children(self.process.pid) if p.name() in ("mpirun", "prterun")), None)
 
     def look(self) -> None:
-        """Note the memory of all processes."""
-        now_s, ranks = time.monotonic(), self.training()
+        """Note the memory of all processes that have run for a while."""
+        ranks = self.training()
         if len(ranks) == self.ranks:
-            self.complete_s = now_s
-        for process in [psutil.Process(self.process.pid), *ranks]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self.bytes_of.setdefault(process.pid, []).append((now_s, process.memory_info().rss))
+            self.complete_s = time.monotonic()
+        seen = {"hvpipe run": [psutil.Process(self.process.pid)], "a rank": ranks}
+        for name, processes in seen.items():
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if time.time() - process.create_time() > _WARM_S:
+                        self.rss.setdefault(name, []).append(process.memory_info().rss)
 
     def is_hung(self) -> bool:
         """Tell whether no rank has ended an epoch for long, or some did not come back."""
@@ -196,36 +198,15 @@ def _finish(folder: Path, output: int, soak: _Soak) -> str:
     return ""
 
 
-def _medians(seen: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Return the median RSS, in MB, in the first and last quarter of the time."""
-    if not seen:
-        return float("nan"), float("nan")
-    begin_s, end_s = seen[0][0], seen[-1][0]
-    quarter_s = (end_s - begin_s) / 4
-    first = [rss for at_s, rss in seen if at_s <= begin_s + quarter_s]
-    last = [rss for at_s, rss in seen if at_s >= end_s - quarter_s]
-    return statistics.median(first) / 1e6, statistics.median(last) / 1e6
-
-
 def _report(soak: _Soak) -> tuple[str, bool]:
     """Return what was seen in words, and whether memory grows."""
-    launcher = soak.bytes_of.pop(soak.process.pid, [])
-    lives = [[x for x in seen if x[0] > seen[0][0] + _WARM_S] for seen in soak.bytes_of.values()]
-    lives = [seen for seen in lives if seen]
     lines = [f"{sum(soak.faults.values())} faults:"]
     lines += [f"  {count:4} x {what}" for what, count in soak.faults.most_common()]
     lines.append("RSS in MB, median of the first and of the last quarter:")
-    rows = {"hvpipe run": launcher, "a rank": sorted(itertools.chain(*lives))}
     grows = False
-    for name, seen in rows.items():
-        first, last = _medians(seen)
+    for name, seen in soak.rss.items():
+        quarter = -(-len(seen) // 4)
+        first, last = (statistics.median(part) / 1e6 for part in (seen[:quarter], seen[-quarter:]))
         grows = grows or last > _FLAT * first
         lines.append(f"  {name:12} {first:8.1f} {last:8.1f}  {100 * (last / first - 1):+.1f} %")
-    longest = sorted(lives, key=lambda seen: seen[0][0] - seen[-1][0])[:3]
-    for seen in longest:
-        first, last = _medians(seen)
-        minutes = (seen[-1][0] - seen[0][0]) / 60
-        lines.append(
-            f"  one process  {first:8.1f} {last:8.1f}  {100 * (last / first - 1):+.1f} % in {minutes:.1f} min"
-        )
     return "\n".join(lines), grows

@@ -1,9 +1,14 @@
-"""The hardware of a host that an evaluation ran on, without its name."""
+"""The hardware of a host that an evaluation ran on, without its name.
+
+``python -m bench.hosts.hardware FILE`` prints it as JSON, and whether the host sees a file.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,4 +63,6 @@ def _cpu() -> str:
 
 
 if __name__ == "__main__":
-    print(describe_hardware().describe())
+    mine = describe_hardware()
+    seen = Path(sys.argv[1]).exists()
+    print(json.dumps({"cores": mine.cores, "machine": mine.describe(), "sees": seen}))

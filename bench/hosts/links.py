@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
-from typing import Any
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
 
-from bench.cluster.link_rate import measure_two_way
 from bench.cluster.spec import format_rate
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.hosts.real_hosts import Hosts
+from bench.errors import BenchError
+from bench.hosts.hosts import Hosts
 from bench.rounds.record import last_words
 
+_PORT = 5201
 _NEAR = 0.15  # by which a measured rate may differ from the set one
 
 
@@ -25,12 +30,6 @@ class LinkFacts:
     set_bits_per_s: float | None  # its limit
     two_way_bits_per_s: float | None = None  # each way, with both directions busy
     why: str = ""
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> LinkFacts:
-        """Read what asdict returned, perhaps through JSON. Older results have more about a link."""
-        names = {each.name for each in fields(LinkFacts)}
-        return LinkFacts(**{name: value for name, value in data.items() if name in names})
 
     @property
     def keeps_its_limit(self) -> bool:
@@ -60,11 +59,11 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
 
 def _measured(hosts: Hosts, link: LinkFacts, seconds: float) -> LinkFacts:
     try:
-        rate = measure_two_way(hosts, link.first, link.second, seconds=seconds)
+        rate = fmean(measure_two_way(hosts, link.first, link.second, seconds=seconds))
     except Exception as error:  # the systems can be measured without it
         print(f"{link.first} to {link.second}: both ways at once not measured, {error}", file=sys.stderr)
         return replace(link, why=last_words(str(error)))
-    return replace(link, two_way_bits_per_s=rate.bits_per_s)
+    return replace(link, two_way_bits_per_s=rate)
 
 
 def _slower(hosts: Hosts, second: str) -> float | None:
@@ -73,3 +72,33 @@ def _slower(hosts: Hosts, second: str) -> float | None:
         return None
     ends = [host for host in hosts.spec.hosts if host.name in (hosts.spec.hosts[0].name, second)]
     return min((host.rate_bits_per_s for host in ends if host.rate_bits_per_s is not None), default=None)
+
+
+def measure_two_way(hosts: Hosts, first: str, second: str, *, seconds: float = 4.0) -> tuple[float, float]:
+    """Stream both ways between two hosts for `seconds`, after one second that does not count.
+
+    Return the bits per second that arrived at the second and at the first host. A ring uses both directions
+    alike, so it can reach their mean at most.
+    """
+    program = [sys.executable, str(Path(__file__).with_name("two_way_stream.py"))]
+    address = [second, str(_PORT), str(seconds)]
+    nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal on its stdin
+    server = hosts.host_command(second, [*program, "server", *address])
+    with subprocess.Popen(server, stdin=nothing, stdout=nothing, stderr=nothing) as process:
+        try:
+            there, here = json.loads(_retry(hosts, first, [*program, "client", *address], seconds + 30))
+        finally:
+            process.terminate()
+    return there, here
+
+
+def _retry(hosts: Hosts, host: str, command: list[str], timeout_s: float) -> str:
+    """Run the client again until the server listens."""
+    deadline = time.monotonic() + 15.0  # over ssh, Python takes seconds to start
+    while True:
+        result = hosts.execute(host, command, timeout_s=timeout_s)
+        if result.returncode == 0:
+            return result.stdout
+        if time.monotonic() > deadline:
+            raise BenchError(f"`{' '.join(command)}` in {host} failed: {result.stderr or result.stdout}")
+        time.sleep(0.1)

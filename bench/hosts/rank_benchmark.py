@@ -1,155 +1,93 @@
-"""What benchmarks share that start themselves as ranks: their options, how they start, where results go.
+"""Runs a benchmark's worker on ranks of this host, a virtual cluster or real hosts.
 
-A benchmark that a person starts runs `python -m bench.NAME` on every rank and reads rank 0's report from a
-file. A benchmark that a launcher starts is one of the ranks: it measures, and rank 0 prints the report.
+A worker is a module with a function `measure`, which every rank calls with the same arguments. After
+hvpipe.init() an uncaught error on any rank ends them all.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-import hvpipe
-from bench.cluster.spec import add_spec_arguments
+from bench.cluster.spec import named_cluster
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
-from bench.launch import mpirun
+from bench.hosts.hosts import Hosts, ThisHost
+from bench.hosts.real_hosts import RealHosts
 from hvpipe.comm.discover import discover
-from hvpipe.errors import HvpipeError
-
-if TYPE_CHECKING:
-    from bench.all_reduce.report import AllReduceReport
-    from bench.pipeline.report import PipelineReport
-
-    Report = AllReduceReport | PipelineReport
 
 _ROOT = Path(__file__).parents[2]
 
 
-def make_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser of `python -m NAME` with the options that say where ranks run."""
-    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how many ranks start, and after which time they are ended."""
+    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
     parser.add_argument(
-        "--ranks", type=int, help="ranks on this host (default: 2), or on the cluster (default: every slot)"
+        "--timeout", type=float, default=3600.0, help="seconds until the ranks are ended (default: 3600)"
     )
-    add_spec_arguments(parser)
-    return parser
 
 
-def add_output_arguments(parser: argparse.ArgumentParser, sample: str) -> None:
-    """Add the options that end a run and keep its results. `sample` is what the JSON has many of."""
-    parser.add_argument(
-        "--timeout", type=float, default=3600.0, help="seconds until the run is ended (default: 3600)"
-    )
-    parser.add_argument("--json", type=Path, help=f"write every {sample} to this file")
-    parser.set_defaults(kept=f"{sample}s")
-    # For a rank that the command starts: where its report goes, and how the report describes the hosts.
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--where", default="as launched", help=argparse.SUPPRESS)
+def hosts_of(cluster: str | None, hosts: str | None) -> Hosts:
+    """Return the virtual cluster of that name, or the real hosts, or this host alone."""
+    if cluster is not None and hosts is not None:
+        raise BenchError(f"Give --hosts or --cluster. Received: {hosts!r} and {cluster!r}")
+    if hosts is not None:
+        real = RealHosts(hosts)
+        real.require_answers()
+        return real
+    return ThisHost() if cluster is None else VirtualCluster(named_cluster(cluster, Path())[1])
 
 
-def run_command(
-    name: str,
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
-    *,
-    check: Callable[[argparse.Namespace], object],
-    measure: Callable[[argparse.Namespace], Report],
-    drive: Callable[[argparse.Namespace, list[str]], Report],
-) -> int:
-    """Run a benchmark's command line and return its exit code.
-
-    Args:
-        name: the benchmark's module, as in "bench.all_reduce".
-        parser: from make_parser, with the benchmark's own options.
-        argv: the words of the command line; None: this process's.
-        check: raises BenchError for options that cannot be followed, before anything starts.
-        measure: a rank's part; returns the report.
-        drive: starts the ranks and returns their report.
-
-    Returns:
-        0 when measured, 1 with a line of explanation when not, 130 at Ctrl-C.
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(words)
-    try:
-        check(arguments)
-        as_rank = arguments.result is not None or discover().launcher != "none"
-        report = None if as_rank else drive(arguments, words)
-    except (HvpipeError, ValueError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if as_rank:
-        _run_rank(arguments, measure)
-    else:
-        _show(report, arguments)
-    return 0
-
-
-def on_this_host(arguments: argparse.Namespace) -> bool:
-    """Return whether the ranks run on this host and not on a virtual cluster."""
-    return arguments.hosts is None and arguments.spec is None
-
-
-def run_ranks(
-    name: str, arguments: argparse.Namespace, words: list[str], cluster: VirtualCluster | None = None
-) -> Any:
-    """Start the ranks on this host, or on a cluster that is up, and return rank 0's report."""
+def run_on_ranks(worker: str, arguments: Mapping[str, Any], hosts: Hosts, options: argparse.Namespace) -> Any:
+    """Let every rank call the worker's `measure`, and return the result of rank 0."""
     warn_if_busy()
-    with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-") as directory:
-        result = Path(directory) / "report"
-        where = "one host" if cluster is None else cluster.spec.describe()
-        command = [sys.executable, "-m", name, *words, "--result", str(result), "--where", where]
-        if cluster is None:
-            ranks = 2 if arguments.ranks is None else arguments.ranks
-            line = mpirun.line(ranks, command, yields=mpirun.crowded(ranks))
-        else:
-            ranks = cluster.spec.slots if arguments.ranks is None else arguments.ranks
-            line = cluster.mpirun_command(ranks, command)
-        try:
-            env = {"PYTHONPATH": str(_ROOT)}
-            done = mpirun.run(line, timeout_s=arguments.timeout, env=env, capture=False)
-        except subprocess.TimeoutExpired as error:
-            raise BenchError(
-                f"The ranks must end within --timeout. Received: none after {arguments.timeout:g} s"
-            ) from error
-        if done.returncode != 0 or not result.exists():
-            raise BenchError(f"The ranks failed with status {done.returncode}: see their output")
-        return pickle.loads(result.read_bytes())
+    with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=hosts.shared_folder) as name:
+        folder = Path(name)
+        (folder / "arguments").write_bytes(pickle.dumps(arguments))
+        command = [sys.executable, "-m", "bench.hosts.rank_benchmark", worker, name]
+        status = _status_of(command, hosts, options)
+        if status != 0 or not (folder / "result").exists():
+            raise BenchError(f"The ranks failed with status {status}: see their output")
+        return pickle.loads((folder / "result").read_bytes())
+
+
+def _status_of(command: list[str], hosts: Hosts, options: argparse.Namespace) -> int:
+    """Start the command on the ranks, and return how it ended."""
+    ranks, env = options.ranks or hosts.spec.slots, {"PYTHONPATH": str(_ROOT)}
+    try:
+        return hosts.run(ranks, command, timeout_s=options.timeout, env=env, capture=False).returncode
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(
+            f"The ranks must end within --timeout. Received: none after {options.timeout:g} s"
+        ) from error
 
 
 def warn_if_busy() -> None:
     """Warn if other processes use the cores, because figures measured beside them are worth little."""
     share = psutil.cpu_percent(interval=0.5) / 100
     if share > 0.1:
-        print(f"other processes use {share:.0%} of the cores: expect noise", file=sys.stderr, flush=True)
+        say(f"other processes use {share:.0%} of the cores: expect noise")
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], Report]) -> None:
-    """Do a rank's part. An uncaught error on any rank ends them all: `measure` calls hvpipe.init()."""
-    report = measure(arguments)
-    if hvpipe.rank() == 0 and arguments.result is not None:
-        arguments.result.write_bytes(pickle.dumps(report))
-    elif hvpipe.rank() == 0:
-        _show(report, arguments)
+def _be_a_rank(worker: str, folder: Path) -> None:
+    arguments = pickle.loads((folder / "arguments").read_bytes())
+    result = importlib.import_module(worker).measure(**arguments)
+    if discover().rank == 0:
+        (folder / "result").write_bytes(pickle.dumps(result))
 
 
-def _show(report: Report, arguments: argparse.Namespace) -> None:
-    print(report.to_text())
-    if arguments.json is not None:
-        arguments.json.write_text(report.to_json())
-        print(f"{arguments.kept}: {arguments.json}")
+if __name__ == "__main__":
+    _be_a_rank(sys.argv[1], Path(sys.argv[2]))

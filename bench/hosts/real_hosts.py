@@ -1,19 +1,20 @@
-"""Real hosts, reached over ssh and mpirun, with the interface of a virtual cluster."""
+"""Real hosts, reached over ssh and mpirun."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.hosts.hardware import same_and_others
+from bench.hosts.hosts import FIRST_PORT, HostList, Hosts
 from bench.launch import mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import exported_names
@@ -26,139 +27,77 @@ _SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
 _SSH_PLAIN = ("ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")  # keeps output and errors apart
 
 
-@dataclass(frozen=True)
-class HostList:
-    """Real hosts in the form of a ClusterSpec. Their links have no set limit.
-
-    `machines` describes them by name, as far as they answered.
-    """
-
-    hosts: tuple[HostSlots, ...]
-    machines: tuple[tuple[str, str], ...] = ()
-    slowest_rate_bits_per_s: None = None
-
-    @property
-    def slots(self) -> int:
-        return sum(host.slots for host in self.hosts)
-
-    def describe(self) -> str:
-        names = f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
-        mine = {host.name for host in self.hosts}
-        machines = same_and_others({name: said for name, said in self.machines if name in mine})
-        return f"{names}; {machines}" if machines else names
-
-
-class RealHosts:
-    """Starts ranks and commands on real hosts, as a VirtualCluster does on its own."""
+class RealHosts(Hosts):
+    """Real hosts, once they have answered."""
 
     def __init__(self, hosts: str) -> None:
         """Take hosts as in "a:2,b:2"."""
         try:
-            self.spec = HostList(parse_hosts(hosts))
+            slots = parse_hosts(hosts)
         except LaunchError as error:
             raise BenchError(str(error)) from error
-        self._cores: dict[str, str] = {}  # the answer of each host
-
-    def first(self, count: int) -> RealHosts:
-        part = copy(self)
-        part.spec = replace(self.spec, hosts=self.spec.hosts[:count])
-        return part
+        self.spec = HostList(slots, f"hosts {', '.join(f'{host.name}:{host.slots}' for host in slots)}")
+        self._cores: dict[str, int] = {}  # the answers of the hosts
+        self._machines: dict[str, str] = {}
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs `command` on a host over ssh."""
         return [*_SSH, host, *command]
 
     def execute(
         self, host: str, command: Sequence[str], *, timeout_s: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end and return its output as text."""
         return mpirun.run([*_SSH_PLAIN, host, *command], timeout_s=timeout_s)
 
-    def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
-        """Return the command line that starts `command` on `ranks` ranks, filling the hosts in turn."""
-        return self._mpirun(self.spec.hosts, ranks, command, os.environ)
+    def mpirun_command(self, ranks: int, command: Sequence[str], export: Sequence[str] = ()) -> list[str]:
+        names = tuple(dict.fromkeys((*exported_names(os.environ), *export)))
+        return mpirun.line(ranks, command, self.spec.hosts, export=names)
 
-    def run(
-        self,
-        ranks: int,
-        command: Sequence[str],
-        *,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        capture: bool = True,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command on `ranks` ranks to its end. Every rank gets `env`."""
-        line = self._mpirun(self.spec.hosts, ranks, command, {**os.environ, **(env or {})}, tuple(env or ()))
-        return mpirun.run(line, timeout_s=timeout_s, env=env, capture=capture)
+    def addresses(self, hosts: Sequence[int]) -> list[str]:
+        names = [host.name for host in self.spec.hosts]
+        return [f"{names[host]}:{FIRST_PORT + number}" for number, host in enumerate(hosts)]
+
+    @property
+    def shared_folder(self) -> Path:
+        return Path.cwd()
 
     def require_answers(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
-        """Ask each host for its number of cores and for a file of the current folder, which all should share.
+        """Ask each host for its hardware, and for a file of the current folder, which all should share.
 
         BenchError names the host that does not answer, or does not see the file.
         """
         with tempfile.NamedTemporaryFile(prefix="hvpipe-shared-", dir=Path.cwd()) as file:
+            command = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "bench.hosts.hardware", file.name]
             for host in self.spec.hosts:
-                said, why = self._ask(host, ["getconf", "_NPROCESSORS_ONLN"], timeout_s)
-                if why:
-                    raise BenchError(
-                        "Every host should answer mpirun (over ssh, without a password). "
-                        f"Received: host={host.name!r}, {why}"
-                    )
-                self._cores[host.name] = _end(said, lines=1)
-                _, why = self._ask(host, ["ls", file.name], timeout_s)
-                if why:
+                answer = self._ask(host, command, timeout_s)
+                if not answer["sees"]:
                     raise BenchError(
                         "Every host should share the current folder, into which ranks write their results. "
-                        f"Received: host={host.name!r}, which does not see {file.name}: {why}"
+                        f"Received: host={host.name!r}, which does not see {file.name}"
                     )
+                self._cores[host.name] = answer["cores"]
+                self._machines[host.name] = answer["machine"]
+        self.spec = replace(self.spec, described=f"{self.spec.describe()}; {same_and_others(self._machines)}")
 
-    def ask_machines(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
-        """Ask each host for its hardware. The description leaves out hosts that do not answer."""
-        told = {}
-        command = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "bench.hosts.hardware"]
-        for host in self.spec.hosts:
-            said, why = self._ask(host, command, timeout_s)
-            if not why and (machine := _end(said, lines=1)):
-                told[host.name] = machine
-        self.spec = replace(self.spec, machines=tuple(told.items()))
-
-    def _ask(self, host: HostSlots, command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-        """Return what a command prints on a host, and why it failed there ("" if it did not)."""
-        line = self._mpirun((HostSlots(host.name, 1),), 1, command, os.environ)
+    def _ask(self, host: HostSlots, command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+        """Return the JSON that a command prints last on a host. BenchError if it does not."""
+        line = mpirun.line(1, command, (HostSlots(host.name, 1),), export=tuple(exported_names(os.environ)))
         try:
             done = mpirun.run(line, timeout_s=timeout_s)
+            if done.returncode == 0:
+                found: dict[str, Any] = json.loads(_end(done.stdout, lines=1))
+                return found
+            why = _end(done.stderr or done.stdout) or f"status {done.returncode}"
         except subprocess.TimeoutExpired:
-            return "", f"nothing within {timeout_s:g} s"
-        if done.returncode != 0:
-            return "", _end(done.stderr or done.stdout) or f"status {done.returncode}"
-        return done.stdout, ""
+            why = f"nothing within {timeout_s:g} s"
+        except ValueError:
+            why = f"{_end(done.stdout)!r}"
+        raise BenchError(
+            "Every host should answer mpirun (over ssh, without a password), and have this Python. "
+            f"Received: host={host.name!r}, {why}"
+        )
 
     def cores_of_rank(self) -> float:
-        """Return the cores of each rank on the host that has fewest, by what the hosts answered."""
-        found = []
-        for host in self.spec.hosts:
-            said = self._cores.get(host.name, "")
-            if not said.isdecimal():
-                raise BenchError(
-                    "Every host should say how many cores it has (getconf _NPROCESSORS_ONLN), so that all "
-                    f"are used; or give --threads. Received: host={host.name!r}, {said!r}"
-                )
-            found.append(int(said) / host.slots)
-        return min(found)
-
-    def _mpirun(
-        self,
-        hosts: tuple[HostSlots, ...],
-        ranks: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        also: tuple[str, ...] = (),
-    ) -> list[str]:
-        export = tuple(dict.fromkeys((*exported_names(environ), *also)))
-        return mpirun.line(ranks, command, hosts, export=export)
-
-
-Hosts = VirtualCluster | RealHosts
+        return min(self._cores[host.name] / host.slots for host in self.spec.hosts)
 
 
 def _end(output: str, lines: int = 3) -> str:

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from statistics import median
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
 from bench.metrics import format_time, relative_spread, table
 
+_CLOSE = 0.10  # relative to the simulated step
+_NEAR = 0.03  # relative to the fastest plan
+
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """One plan: seconds of its steps by rank, the simulated step, and the schedule's lower bound.
-
-    `busy` has for each rank the seconds per step of each kind of computing, measured and simulated.
-    """
+    """One plan: seconds of its steps by rank, the simulated step, and the schedule's lower bound."""
 
     method: str
     stages: int
     step_s: list[list[float]]
     forecast_s: float
     bound_s: float | None = None
-    busy: list[dict[str, tuple[float, float]]] = field(default_factory=list)
 
     def seconds(self) -> float:
         """Return the median step of the slowest rank."""
         return max(median(steps) for steps in self.step_s)
-
-
-def _beside(measured_s: float, simulated_s: float) -> str:
-    return f"{format_time(measured_s)} ({format_time(simulated_s)})"
 
 
 @dataclass(frozen=True)
@@ -65,26 +60,75 @@ class PipelineReport:
             for case in self.cases
         ]
         titles = ["placement", "step", "spread", "simulated", "step / simulated", "step / bound"]
-        whole = table([*titles, f"saved by {self.cases[0].method}"], rows)
-        return "\n\n".join([head + whole, *self._computing()])
-
-    def _computing(self) -> Iterator[str]:
-        """Yield a table of the ranks' computing for each pipeline, which shows where simulation and step
-        differ.
-        """
-        for case in self.cases:
-            if case.busy:
-                kinds = list(case.busy[0])
-                rows = [
-                    [f"rank {rank}", *(_beside(*of_rank[kind]) for kind in kinds)]
-                    for rank, of_rank in enumerate(case.busy)
-                ]
-                yield f"{case.method}, measured (simulated)\n" + table(["", *kinds], rows)
+        return head + table([*titles, f"saved by {self.cases[0].method}"], rows)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PipelineReport:
-        """Read what asdict returned, perhaps through JSON."""
-        return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in data["cases"])})
+        """Read what asdict returned, perhaps through JSON. Older files have more about a plan."""
+        names = {each.name for each in fields(MeasuredPlan)}
+        cases = ({name: value for name, value in case.items() if name in names} for case in data["cases"])
+        return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in cases)})
+
+
+def summary(reports: Mapping[str, PipelineReport]) -> str:
+    """Return a table of all cases, and the main figures."""
+    every = [case for report in reports.values() for case in report.cases]
+    others = [method for method in dict.fromkeys(map(_method, every)) if method != "greedy"]
+    titles = ["case", "micro-batches", "greedy", "over simulated", "over bound"]
+    rows = []
+    for name, report in reports.items():
+        greedy = report.cases[0]
+        bound = "" if greedy.bound_s is None else f"{greedy.seconds() / greedy.bound_s:.2f}"
+        row = [name, str(report.microbatches), format_time(greedy.seconds()), f"{_over(greedy):.2f}", bound]
+        for method in others:
+            middle = _middle(report, method)
+            row += [format_time(middle.seconds()), f"{_saved(greedy, middle):.0%}"] if middle else ["", ""]
+        rows.append(row)
+    lines = [table([*titles, *(title for method in others for title in (method, "saved"))], rows)]
+    for what, cases in (("greedy plans", [p for p in every if p.method == "greedy"]), ("all plans", every)):
+        close = sum(abs(_over(case) - 1) <= _CLOSE for case in cases)
+        lines.append(f"{what} within {_CLOSE:.0%} of the simulation: {close} of {len(cases)}")
+    for method in others:
+        pairs = [(each.cases[0], middle) for each in reports.values() if (middle := _middle(each, method))]
+        speedups = [middle.seconds() / greedy.seconds() for greedy, middle in pairs]
+        lines.append(
+            f"greedy against {method}: {fmean(_saved(*pair) for pair in pairs):.0%} less time (arithmetic "
+            f"mean), {geometric_mean(speedups):.2f}x (geometric mean), worst {min(speedups):.2f}x"
+        )
+    if best := [ratio for report in reports.values() for ratio in _chosen_over_fastest(report)]:
+        near = sum(ratio <= 1 + _NEAR for ratio in best)
+        lines.append(
+            f"the chosen plan within {_NEAR:.0%} of the fastest one measured: {near} of {len(best)}; "
+            f"{geometric_mean(best):.3f}x (geometric mean), worst {max(best):.3f}x"
+        )
+    return "\n".join(lines)
+
+
+def _method(case: MeasuredPlan) -> str:
+    """Return the method. A draw of random also has its number in its name: "random 0"."""
+    return case.method.split()[0]
+
+
+def _middle(report: PipelineReport, method: str) -> MeasuredPlan | None:
+    """Return the draw of the method with the median step, the upper of two; None if it was not measured."""
+    draws = sorted((case for case in report.cases if _method(case) == method), key=MeasuredPlan.seconds)
+    return draws[len(draws) // 2] if draws else None
+
+
+def _saved(greedy: MeasuredPlan, other: MeasuredPlan) -> float:
+    """Return the share of the other plan's step that greedy saves."""
+    return 1 - greedy.seconds() / other.seconds()
+
+
+def _chosen_over_fastest(report: PipelineReport) -> list[float]:
+    """Return the step of the chosen plan, if it was measured, over the shortest one."""
+    fastest_s = min(case.seconds() for case in report.cases)
+    return [case.seconds() / fastest_s for case in report.cases if case.method == "chosen"]
+
+
+def _over(case: MeasuredPlan) -> float:
+    """Return the measured step over the simulated one."""
+    return case.seconds() / case.forecast_s

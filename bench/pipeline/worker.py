@@ -3,68 +3,75 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from bench.pipeline.models import describe, endless_batch, model_function
 from bench.pipeline.report import MeasuredPlan, PipelineReport
 from bench.rounds.record import Task
 from bench.training.prepare import prepare_tensorflow
+from bench.training.workloads import WORKLOADS, endless, synthetic
 
+METHODS = (
+    *("chosen", "greedy", "even", "pipedream", "data"),
+    *("round_robin", "random", "random_cuts", "m_topo", "m_etf"),
+)
+"""`chosen` is what the search finds for all ranks, with any schedule; `data` is one stage on all ranks."""
 _SCHEDULE = "1f1b"  # of all plans but the chosen one
-# Kinds of computing, and the counters of their seconds.
-_COMPUTING = {kind: f"{kind}_s" for kind in ("forward", "backward", "update")}
+_PROFILED_MICROBATCHES = 8  # until the planner has chosen their number
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Which plans are trained, in how many micro-batches (None: what greedy finds best), and for how long."""
+    """Which plans are trained, with so many draws of the random ones, and for how long."""
 
-    methods: tuple[str, ...] = ("greedy", "random")
-    seeds: int = 2
-    microbatches: int | None = None
-    rounds: int = 3
-    steps: int = 3
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """Seconds of each step and of each kind of computing, by plan, on this rank."""
-
-    step_s: dict[str, list[float]]
-    computing_s: dict[str, Counter[str]]
+    methods: tuple[str, ...]
+    seeds: int
+    rounds: int
+    steps: int  # of a plan in a round
 
 
-def measure(task: Task, options: WorkerOptions, where: str, say: Callable[[str], None]) -> PipelineReport:
+def measure(task: Task, options: WorkerOptions, where: str) -> PipelineReport:
     """Profile once, then train every plan in rounds. Every rank calls this and gets the report."""
     keras = prepare_tensorflow(task.threads)
     import hvpipe
 
     hvpipe.init()
-    tell = say if hvpipe.rank() == 0 else lambda text: None
-    build = model_function(keras, task)
+    tell = _say if hvpipe.rank() == 0 else lambda text: None
+    build = partial(WORKLOADS[task.workload].build, keras, task.pixels)
     question = _question(build, task, options, tell)
     plans = _plans(question, options)
     pipelines = {}
     for name, plan in plans.items():
         pipelines[name] = _compiled(keras, build, plan)
         tell(f"tracing and warming up {name} ...")
-        _timed_fit(keras, pipelines[name], endless_batch(task), 2)
-    trained = _train_in_turn(keras, pipelines, task, options, tell)
+        _timed_fit(keras, pipelines[name], _batches(task), 2)
+    step_s = _train_in_turn(keras, pipelines, task, options, tell)
     return PipelineReport(
-        describe(task),
+        f"{task.workload}, {task.pixels} px, batch {task.batch} in all, SGD",
         where,
         _SCHEDULE,
         question.pipelining.microbatches,
         hvpipe.size(),
         task.batch,
-        tuple(_measured_plans(question, plans, trained, options)),
+        tuple(_measured_plans(question, plans, step_s)),
     )
+
+
+def _batches(task: Task) -> Any:
+    """Return an endless dataset of one batch, the same on every rank."""
+    import tensorflow as tf
+
+    return endless(tf.data.Dataset.from_tensors(synthetic(task, task.batch, 0)))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _question(
@@ -77,13 +84,13 @@ def _question(
     from hvpipe.keras.profiling.cluster import measure_cluster
     from hvpipe.plan.pipelining import Pipelining
 
-    x, y = next(iter(endless_batch(task)))
+    x, y = next(iter(_batches(task)))
 
     def profile_of(samples: int) -> Any:
         return hk.measure(build, (x[:samples], y[:samples]), progress=False, optimizer="sgd")
 
     tell("profiling ...")
-    samples = math.ceil(task.batch / (options.microbatches or 8))
+    samples = math.ceil(task.batch / _PROFILED_MICROBATCHES)
     measured = profile_of(samples)
     cluster = hvpipe.broadcast_object(measure_cluster(measured))
     measured = hvpipe.broadcast_object(measured)
@@ -93,13 +100,11 @@ def _question(
         profile = measured.at_batch(math.ceil(task.batch / microbatches))
         return PlanRequest(profile, cluster, how, hvpipe.size())
 
-    count = options.microbatches
-    if count is None:
-        least = hvpipe.size() if "data" in options.methods else 1  # data parallel: one for each rank
-        count = max(best_microbatches(ask, task.batch).pipelining.microbatches, least)
-        if (chosen := math.ceil(task.batch / count)) != samples:
-            tell(f"profiling micro-batches of {chosen} samples ...")
-            measured = hvpipe.broadcast_object(profile_of(chosen))
+    least = hvpipe.size() if "data" in options.methods else 1  # data parallel: one for each rank
+    count = max(best_microbatches(ask, task.batch).pipelining.microbatches, least)
+    if (chosen := math.ceil(task.batch / count)) != samples:
+        tell(f"profiling micro-batches of {chosen} samples ...")
+        measured = hvpipe.broadcast_object(profile_of(chosen))
     return ask(count)
 
 
@@ -147,30 +152,25 @@ def _train_in_turn(
     task: Task,
     options: WorkerOptions,
     tell: Callable[[str], None],
-) -> _Trained:
-    """Train every pipeline in each round. Its first step does not count, unless it is the only one."""
+) -> dict[str, list[float]]:
+    """Train every pipeline in each round, and return the seconds of its steps on this rank.
+
+    The first step of a round does not count, unless it is the only one.
+    """
     import hvpipe
 
-    trained = _Trained({name: [] for name in pipelines}, {name: Counter() for name in pipelines})
+    found: dict[str, list[float]] = {name: [] for name in pipelines}
     for number in range(options.rounds):
         for name, pipeline in pipelines.items():
             hvpipe.barrier()
-            counted = _counted(keras, hvpipe.counters)
-            step_s = _timed_fit(keras, pipeline, endless_batch(task), options.steps, [counted])
-            after = hvpipe.counters()
-            trained.computing_s[name].update(
-                {counter: after[counter] - counted.before[counter] for counter in _COMPUTING.values()}
-            )
-            trained.step_s[name].extend(step_s[1:] or step_s)
+            step_s = _timed_fit(keras, pipeline, _batches(task), options.steps)
+            found[name].extend(step_s[1:] or step_s)
             tell(f"round {number + 1} of {options.rounds}: {name} {median(step_s):.3f} s")
-    return trained
+    return found
 
 
-def _timed_fit(keras: Any, model: Any, data: Any, steps: int, within: Sequence[Any] = ()) -> list[float]:
-    """Train some steps, and return the seconds of each.
-
-    What the callbacks `within` do at the end of a batch is part of the step.
-    """
+def _timed_fit(keras: Any, model: Any, data: Any, steps: int) -> list[float]:
+    """Train some steps, and return the seconds of each."""
     marks_s: list[float] = []
 
     class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]
@@ -181,57 +181,24 @@ def _timed_fit(keras: Any, model: Any, data: Any, steps: int, within: Sequence[A
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             marks_s.append(time.perf_counter())
 
-    callbacks = [*within, StepTimer()]
-    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=callbacks)
+    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=[StepTimer()])
     return [after - before for before, after in pairwise(marks_s)]
 
 
-def _counted(keras: Any, counters: Callable[[], dict[str, float]]) -> Any:
-    """Return a callback that keeps the counters `before` the second step of a `fit`."""
-
-    class Counted(keras.callbacks.Callback):  # type: ignore[misc]
-        before = counters()
-
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if batch == 1:
-                self.before = counters()
-
-    return Counted()
-
-
 def _measured_plans(
-    question: Any, plans: dict[str, Any], trained: _Trained, options: WorkerOptions
-) -> list[MeasuredPlan]:
+    question: Any, plans: dict[str, Any], step_s: dict[str, list[float]]
+) -> Iterator[MeasuredPlan]:
     """Gather what all ranks measured, and put the simulation and the bound beside it."""
     import hvpipe
     from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
     from hvpipe.forecast.lower_bound import lower_bound_s
 
     profile, cluster = question.profile, question.cluster
-    step_s = hvpipe.allgather_object(trained.step_s)
-    computing_s = hvpipe.allgather_object(trained.computing_s)
-    steps = options.rounds * max(1, options.steps - 1)
-    measured = []
+    of_ranks = hvpipe.allgather_object(step_s)
     for name, plan in plans.items():
-        foreseen = forecast(plan, profile, cluster)
-        bound_s, busy = None, []
+        bound_s = None
         if plan.contiguous:
             costs = costs_of(plan, profile, cluster)
             bound_s = lower_bound_s(schedule_of(plan), costs, dataflow_of(plan, profile))
-            busy = [
-                {
-                    kind: (of_rank[name][counter] / steps, _foreseen_s(foreseen, kind, device.name))
-                    for kind, counter in _COMPUTING.items()
-                }
-                for device, of_rank in zip(cluster.devices, computing_s, strict=True)
-            ]
-        of_ranks = [of_rank[name] for of_rank in step_s]
-        measured.append(MeasuredPlan(name, len(plan.stages), of_ranks, foreseen.step_s, bound_s, busy))
-    return measured
-
-
-def _foreseen_s(foreseen: Any, kind: str, device: str) -> float:
-    """Return the seconds of that kind of computing on the device in the simulated step."""
-    ranks = foreseen.plan.ranks
-    events = foreseen.trace.of(kind, ranks.index(device)) if device in ranks else []
-    return sum(event.end_s - event.start_s for event in events)
+        forecast_s = forecast(plan, profile, cluster).step_s
+        yield MeasuredPlan(name, len(plan.stages), [rank[name] for rank in of_ranks], forecast_s, bound_s)

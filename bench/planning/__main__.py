@@ -1,19 +1,20 @@
 """How good greedy plans are, against the optimum and random placements.
 
-``python -m bench.planning --json FILE --png FILE``.
+``python -m bench.planning --json FILE``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
-from bench.planning.report import PlanningCase, PlanningReport, Result
 from hvpipe.errors import PlanError
 from hvpipe.forecast.pipeline import forecast
 from hvpipe.plan.baselines import baseline
@@ -39,35 +40,73 @@ _LIMITS = {
 """Kinds of clusters: speeds, and whether every device has only the least memory that allows a plan."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.planning",
-        description="Measure how good plans are.",
-    )
-    parser.add_argument("--json", type=Path, help="write every case there")
-    parser.add_argument("--png", type=Path, help="write a plot there")
-    return parser
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster. `limits` says whether devices are unequal and whether memory is scarce."""
+
+    model: str
+    devices: int
+    limits: str
+    bits_per_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """The bottlenecks of greedy and exact, and the steps of greedy and of the median random placement.
+
+    `random_step_s` is None if no random placement fits the memory of the devices.
+    """
+
+    case: Case
+    greedy_bottleneck_s: float
+    exact_bottleneck_s: float
+    greedy_step_s: float
+    random_step_s: float | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.planning", description="Measure how good plans are."
+    )
+    parser.add_argument("--json", type=Path, help="write every case there")
+    options = parser.parse_args(argv)
     cases = list(all_cases(_MODELS, (4, 8)))
-    report = PlanningReport(_MICROBATCHES, _DRAWS, tuple(_shown(cases, measure)))
-    print(report.to_text())
+    results = []
+    for number, case in enumerate(cases, start=1):
+        what = f"{case.model}, {case.devices} devices, {case.limits}"
+        print(f"{number} of {len(cases)}: {what}", file=sys.stderr)
+        results.append(measure(case))
+    figures = summary(results)
+    print(f"1f1b, {_MICROBATCHES} micro-batches; random is the median of {_DRAWS} that fit")
+    print("\n".join(f"{name} = {value:.4g}" for name, value in figures.items()))
     if options.json:
-        options.json.write_text(report.to_json() + "\n")
-    if options.png:
-        report.plot(options.png)
+        data = {"microbatches": _MICROBATCHES, "draws": _DRAWS, "summary": figures}
+        data["results"] = [asdict(result) for result in results]
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 
-def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[PlanningCase]:
+def summary(results: Sequence[Result]) -> dict[str, float]:
+    """Return greedy's bottleneck over the optimum's (1 is as good), and random's step over greedy's."""
+    of_exact = [one.greedy_bottleneck_s / one.exact_bottleneck_s for one in results]
+    speedups = [one.random_step_s / one.greedy_step_s for one in results if one.random_step_s is not None]
+    return {
+        "cases": len(results),
+        "greedy_of_exact_worst": max(of_exact),
+        "greedy_of_exact_geometric_mean": geometric_mean(of_exact),
+        "cases_with_a_random_placement_that_fits": len(speedups),
+        "greedy_over_random_least": min(speedups, default=math.nan),
+        "greedy_over_random_geometric_mean": geometric_mean(speedups) if speedups else math.nan,
+    }
+
+
+def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[Case]:
     """Yield every model on every kind of cluster, at 1 and 10 Gb/s."""
     for model, count, limits, rate in product(models, devices, _LIMITS, (1e9, 10e9)):
-        yield PlanningCase(model, count, limits, rate)
+        yield Case(model, count, limits, rate)
 
 
-def measure(case: PlanningCase, draws: int = _DRAWS) -> Result:
+def measure(case: Case, draws: int = _DRAWS) -> Result:
     """Plan the case by each method, with a stage on every device; random has `draws` placements."""
     how = Pipelining("1f1b", _MICROBATCHES)
     profile = Profile.read(_PROFILES / f"{case.model}.txt")
@@ -82,7 +121,7 @@ def measure(case: PlanningCase, draws: int = _DRAWS) -> Result:
     )
 
 
-def _cluster(case: PlanningCase, profile: Profile, how: Pipelining) -> Cluster:
+def _cluster(case: Case, profile: Profile, how: Pipelining) -> Cluster:
     speeds, short = _LIMITS[case.limits]
     cluster = equal_cluster(case.devices, Link(_LATENCY_S, case.bits_per_s / 8), speeds=speeds)
     if not short:
@@ -104,19 +143,6 @@ def _random_step_s(profile: Profile, cluster: Cluster, how: Pipelining, draws: i
             return None
         steps.append(forecast(plan, profile, cluster).step_s)
     return median(steps)
-
-
-def _shown(cases: Sequence[PlanningCase], run: Callable[[PlanningCase], Result]) -> Iterator[Result]:
-    """Run the cases with a progress bar on the terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("planning", total=len(cases))
-        for case in cases:
-            progress.update(task, description=f"{case.model}, {case.devices} devices, {case.limits}")
-            yield run(case)
-            progress.advance(task)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The searched plans: against PipeDream's rule on real models, and the time and memory of large plans.
 
-``python -m bench.planning.searched --only pipedream|scale --png FILE``.
+``python -m bench.planning.searched --only pipedream|scale``.
 """
 
 from __future__ import annotations
@@ -117,22 +117,10 @@ def planning_cost(what: str) -> tuple[float, float]:
     return time.process_time() - start_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def plot(costs: dict[str, tuple[float, float]], path: Path) -> None:
-    """Draw seconds and megabytes of the large cases."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 2.6), dpi=130, layout="constrained")
-    for axes, column, label in zip(figure.subplots(1, 2, sharey=True), (0, 1), ("CPU s", "MB"), strict=True):
-        axes.barh(list(costs), [one[column] for one in costs.values()], color="#4878a8")
-        axes.set_xlabel(label)
-    figure.savefig(path, format="png")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 if PipeDream's rule is faster anywhere."""
     parser = argparse.ArgumentParser(prog="python -m bench.planning.searched", description=__doc__)
     parser.add_argument("--only", choices=("pipedream", "scale"), help="one half (default: both)")
-    parser.add_argument("--png", type=Path, help="draw the times and memory of large plans")
     parser.add_argument("--case", choices=tuple(_SCALES), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.case:
@@ -148,14 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{len(ratios)} cases: worst {max(ratios):.3f}x, geometric mean {mean:.3f}x of PipeDream's step"
         )
     if options.only != "pipedream":
-        costs = {}
         for what in _SCALES:  # a process each, for its memory
             command = [sys.executable, "-m", "bench.planning.searched", "--case", what]
             printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            costs[what] = tuple(map(float, printed.split()))
-            print(f"{what:30} {costs[what][0]:6.1f} s of CPU time {costs[what][1]:6.0f} MB", flush=True)
-        if options.png:
-            plot(costs, options.png)
+            seconds, megabytes = map(float, printed.split())
+            print(f"{what:30} {seconds:6.1f} s of CPU time {megabytes:6.0f} MB", flush=True)
     return int(any(ratio > 1 + 1e-9 for ratio in ratios))
 
 

@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal
 
 from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.metrics import communication_bound_s
@@ -23,7 +22,6 @@ from bench.rounds.timed_steps import counted, mean_noise, slowest_rank, steps_no
 from bench.systems import SYSTEMS
 
 BESIDE_TCP = "single-beside-tcp"
-LinksRate = Literal["set", "measured", ""]
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,8 @@ class CaseFigures:
     uneven: bool = False
     alone_s: float | None = None  # computing alone in the same group; a drained mean if this step is one
     links_s: float | None = None  # the gradients' time on the slowest link
-    links_rate: LinksRate = ""  # at the set rate or, without one, at the measured rate
     bound_s: float | None = None  # the largest of alone_s, links_s and the step beside plain TCP
-    beside_tcp: bool = False  # whether that step was measured
+    bound_is: str = ""  # what it was measured by: "plain TCP", "links as measured"; "" if links count as set
     usage: Usage = field(default_factory=Usage)
 
     @property
@@ -68,13 +65,6 @@ class CaseFigures:
     def efficiency(self) -> float | None:
         """The share of the throughput of all ranks computing alone."""
         return None if self.alone_s is None else self.alone_s / self.step_s
-
-    @property
-    def bound_is(self) -> str:
-        """What the bound was measured by: "plain TCP", "links as measured"; "" if links count as set."""
-        if self.beside_tcp:
-            return "plain TCP"
-        return "links as measured" if self.links_rate == "measured" else ""
 
     @property
     def over_bound(self) -> float | None:
@@ -193,11 +183,12 @@ def _with_bound(outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures
     cluster = outcome.setting.cluster(row.case.cluster)
     if cluster.hosts < 2:
         return replace(row, alone_s=alone_s, bound_s=alone_s)
-    rate, rate_is = _rate(outcome, cluster)
+    rate = cluster.slowest_bits_per_s or _measured_rate(outcome, cluster)
     if rate is None or gradient_bytes == 0:
         return replace(row, alone_s=alone_s)  # links may be slower than computing alone
     links_s = communication_bound_s(gradient_bytes, cluster.hosts, rate)
-    return replace(row, alone_s=alone_s, links_s=links_s, links_rate=rate_is, bound_s=max(alone_s, links_s))
+    bound_is = "links as measured" if cluster.slowest_bits_per_s is None else ""
+    return replace(row, alone_s=alone_s, links_s=links_s, bound_s=max(alone_s, links_s), bound_is=bound_is)
 
 
 def _with_tcp(row: CaseFigures, beside: CaseFigures | None) -> CaseFigures:
@@ -205,19 +196,14 @@ def _with_tcp(row: CaseFigures, beside: CaseFigures | None) -> CaseFigures:
     if beside is None:
         return row
     beside_s = beside.wall_s if row.uneven else beside.step_s
-    return replace(row, bound_s=max(row.bound_s or 0.0, beside_s), beside_tcp=True)
+    return replace(row, bound_s=max(row.bound_s or 0.0, beside_s), bound_is="plain TCP")
 
 
-def _rate(outcome: EvaluationOutcome, cluster: ClusterFacts) -> tuple[float | None, LinksRate]:
-    """Return the rate that bounds a ring through the hosts: the set rate of the slowest link, else the
-    measured one.
-    """
-    if cluster.slowest_bits_per_s is not None:
-        return cluster.slowest_bits_per_s, "set"
-    links = [each for each in outcome.links if each.cluster == cluster.name]
-    known = [each.two_way_bits_per_s for each in links if each.two_way_bits_per_s is not None]
-    # A link that was not measured may be the slowest.
-    return (min(known), "measured") if links and len(known) == len(links) else (None, "")
+def _measured_rate(outcome: EvaluationOutcome, cluster: ClusterFacts) -> float | None:
+    """Return the measured rate of the slowest link; None if one of them, which may be slower, has none."""
+    rates = [each.two_way_bits_per_s for each in outcome.links if each.cluster == cluster.name]
+    known = [rate for rate in rates if rate is not None]
+    return min(known) if known and len(known) == len(rates) else None
 
 
 def _in_groups(rows: list[CaseFigures]) -> list[CaseFigures]:

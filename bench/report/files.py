@@ -1,34 +1,29 @@
-"""The files of an evaluation: results.json, results.csv, report.html; and its figures on a terminal."""
+"""The page of an evaluation, and its figures on a terminal."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.metrics import format_time, table
+from bench.metrics import table
 from bench.report import modes
 from bench.report.figures import CaseFigures, all_figures, by_group, not_measured
 from bench.report.headlines import cautions, comparisons, headlines
 from bench.report.page import page
-from bench.report.spreadsheet import to_csv
+from bench.report.sections import step_table
 from hvpipe.atomic_file import atomic_file
 
+_SHOWN_AS_JSON = ("step_s", "cpu_s", "noise", "samples_per_s", "efficiency", "over_bound")
 
-def write_outputs(outcome: EvaluationOutcome, folder: Path) -> list[Path]:
-    """Write the three files into the folder, each atomically. Return their paths."""
-    outputs: dict[str, Callable[[EvaluationOutcome], str]] = {
-        "results.json": EvaluationOutcome.to_json,
-        "results.csv": to_csv,
-        "report.html": page,
-    }
-    for name, make in outputs.items():
-        text = make(outcome).encode()
-        with atomic_file(folder / name) as file:
-            file.write(text)
-    return [folder / name for name in outputs]
+
+def write_page(outcome: EvaluationOutcome, folder: Path) -> Path:
+    """Write report.html into the folder, and return its path."""
+    text = page(outcome).encode()
+    with atomic_file(folder / "report.html") as file:
+        file.write(text)
+    return folder / "report.html"
 
 
 def show_figures(outcome: EvaluationOutcome, *, as_json: bool) -> str:
@@ -39,51 +34,16 @@ def show_figures(outcome: EvaluationOutcome, *, as_json: bool) -> str:
     parts = cautions(outcome)
     parts += [f"{head.title}: {head.figure} ({head.detail})" for head in headlines(outcome, rows)]
     for name, members in by_group(rows).items():
-        parts.append(f"\n{name}\n{_group_table(members)}")
+        shown = step_table(members)
+        parts.append(f"\n{name}\n{table(shown.header, shown.rows)}")
     parts += [f"{key}: {why}" for key, why in not_measured(outcome).items()]
     return "\n".join(parts)
 
 
-def _group_table(members: Sequence[CaseFigures]) -> str:
-    """Return a line for each system, with the columns that have figures."""
-    columns: dict[str, Callable[[CaseFigures], str]] = {
-        "system": lambda row: row.case.system,
-        "step": lambda row: format_time(row.step_s),
-        "noise": lambda row: f"{row.noise:.0%}",
-        "drained": lambda row: format_time(row.wall_s),
-        "samples/s": lambda row: f"{row.samples_per_s:.3g}",
-        "efficiency": lambda row: "" if row.efficiency is None else f"{row.efficiency:.0%}",
-        "over bound": lambda row: "" if row.over_bound is None else f"{row.over_bound:.2f}",
-        "CPU": lambda row: format_time(row.cpu_s),
-        "sent": lambda row: f"{row.sent_bytes / 1e6:.3g} MB" if row.sent_bytes else "",
-        "memory": lambda row: f"{row.peak_bytes / 1e6:.0f} MB",
-        "first step": lambda row: format_time(row.first_step_s),
-    }
-    lines = {name: [show(row) for row in members] for name, show in columns.items()}
-    kept = {name: cells for name, cells in lines.items() if any(cells)}
-    return table(list(kept), list(zip(*kept.values(), strict=True)))
-
-
 def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
-    cases = [
-        {
-            "key": row.case.key,
-            "step_s": row.step_s,
-            "cpu_s": row.cpu_s,
-            "noise": row.noise,
-            "samples_per_s": row.samples_per_s,
-            "efficiency": row.efficiency,
-            "over_bound": row.over_bound,
-        }
-        for row in rows
-    ]
+    cases = [{"key": row.case.key, **{name: getattr(row, name) for name in _SHOWN_AS_JSON}} for row in rows]
     compared = [
-        {
-            "against": title,
-            **asdict(each),
-            "reduction": each.reduction,
-            "interval": each.interval,
-        }
+        {"against": title, **asdict(each), "reduction": each.reduction, "interval": each.interval}
         for title, found in comparisons(outcome, rows).items()
         for each in found
     ]

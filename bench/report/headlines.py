@@ -8,7 +8,6 @@ from statistics import geometric_mean
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.report.figures import (
-    ALONE,
     CaseFigures,
     by_group,
     computes_alone,
@@ -25,7 +24,6 @@ from bench.report.speedups import (
     compare_in_groups,
     less_or_more,
     means,
-    shares_gain,
 )
 from bench.report.usage import disturbed
 
@@ -84,15 +82,6 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
                 f"{_bounds(bounded)}; geometric mean of {_cases(len(bounded))}",
             )
         )
-    found += [
-        Headline(
-            f"{gain.system}, shares by speed",
-            gain.describe(),
-            f"samples per second of equal shares, {gain.group}",
-        )
-        for gain in shares_gain(rows)
-        if gain.system != ALONE
-    ]
     return found + _scaling(rows) + _learning(outcome)
 
 
@@ -132,7 +121,7 @@ def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
 
 def _bounds(rows: Sequence[CaseFigures]) -> str:
     """Say what the bounds of these cases are."""
-    beside = [row for row in rows if row.beside_tcp]
+    beside = [row for row in rows if row.bound_is == "plain TCP"]
     tcp = "computing alone while a plain TCP stream sends as many bytes"
     if len(beside) == len(rows):
         return tcp

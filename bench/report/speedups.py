@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bench.report.figures import CaseFigures, by_group
-from bench.rounds.record import Case
 from bench.systems import SYSTEMS
 
 NATIVE = ("tf-ps", "tf-mwms", "tf-mwms-tuned")
@@ -117,19 +116,6 @@ def less_or_more(reduction: float) -> str:
     return f"{abs(reduction):.0%} {'less' if reduction >= 0 else 'more'}"
 
 
-def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
-    """Compare shares by speed with equal shares, of the same system, workload, cluster and samples a step."""
-    known = list(rows)
-    found = []
-    for row in known:
-        if not row.case.task.shares:
-            continue
-        for other in known:
-            if _same_but_shares(row.case, other.case):
-                found.append(replace(_compared(row, other), baseline="equal shares"))
-    return found
-
-
 def _speedup(mine: CaseFigures, other: CaseFigures) -> float:
     if mine.uneven or other.uneven:
         return other.wall_s / mine.wall_s
@@ -156,12 +142,3 @@ def _interval(comparisons: Sequence[Comparison]) -> tuple[float, float]:
     parts = sum(square**2 / (len(each) - 1) for square, each in zip(squares, logs, strict=True))
     half = float(stdtrit(error**4 / parts, _UPPER)) * error
     return math.exp(middle - half), math.exp(middle + half)
-
-
-def _same_but_shares(shared: Case, equal: Case) -> bool:
-    return (
-        not equal.task.shares
-        and (shared.system, shared.cluster, shared.ranks) == (equal.system, equal.cluster, equal.ranks)
-        and (shared.task.workload, shared.task.pixels) == (equal.task.workload, equal.task.pixels)
-        and sum(shared.task.shares) == equal.task.batch * equal.ranks
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,6 @@ _FACTS = Path("/sys/class/net")
 class Reading:
     """Totals of this process since it began. `sent_bytes` left its host over TCP/IP."""
 
-    at_s: float  # time.time(), to compare with other processes
     cpu_s: float
     peak_bytes: int
     sent_bytes: int
@@ -31,7 +29,7 @@ def read(helper: int | None = None) -> Reading:
     if helper is not None:
         used = psutil.Process(helper).cpu_times()
         cpu_s += used.user + used.system
-    return Reading(time.time(), cpu_s, peak_bytes(), sent_bytes())
+    return Reading(cpu_s, peak_bytes(), sent_bytes())
 
 
 def peak_bytes() -> int:
@@ -53,19 +51,3 @@ def sent_bytes(facts: Path = _FACTS) -> int:
     sent = {name: each.bytes_sent for name, each in counted.items() if name != "lo"}
     adapters = [name for name in sent if (facts / name / "device").exists()]
     return sum(sent[name] for name in adapters or sent)
-
-
-def at(readings: Sequence[Reading], at_s: float) -> Reading:
-    """Return the totals at a moment, interpolated between the readings around it."""
-    if not readings:
-        raise ValueError("Totals at a moment need readings. Received: none")
-    before = max((r for r in readings if r.at_s <= at_s), key=lambda r: r.at_s, default=readings[0])
-    after = min((r for r in readings if r.at_s >= at_s), key=lambda r: r.at_s, default=readings[-1])
-    span_s = after.at_s - before.at_s
-    part = (at_s - before.at_s) / span_s if span_s > 0 else 0.0
-    return Reading(
-        at_s,
-        before.cpu_s + part * (after.cpu_s - before.cpu_s),
-        after.peak_bytes,
-        round(before.sent_bytes + part * (after.sent_bytes - before.sent_bytes)),
-    )

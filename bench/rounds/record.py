@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of an evaluation. `cluster` is a name of the suite; `scaling` is weak or strong.
+    """One row of an evaluation. `cluster` is a name of the suite.
 
     `single` trains on all ranks at once, each as if alone. So it measures the computing of a step, also where
     ranks share cores or one of them is slow. It is the reference for the bound and the scaling efficiency.
@@ -59,14 +59,13 @@ class Case:
     cluster: str
     ranks: int
     task: Task
-    scaling: str = "weak"
 
     @property
     def key(self) -> str:
         """Unique in a suite, and the same in every run of it."""
         task = self.task
         size = "+".join(map(str, task.shares)) if task.shares else str(task.batch)
-        kind = f"{task.epochs}-epochs" if task.epochs else self.scaling
+        kind = f"{task.epochs}-epochs" if task.epochs else "weak"  # weak scaling: a batch is a rank's
         return f"{task.workload}-{task.pixels}/{size}/{self.cluster}-{self.ranks}/{kind}/{self.system}"
 
     @property
@@ -85,7 +84,7 @@ class RankRound:
     peak_bytes: int  # resident memory, the most since the process began
     sent_bytes: int = 0  # by its host, on the wire, per step; 0 if not counted
     first_step_s: float = 0.0  # tracing and first step
-    batch: int = 0  # samples of its step; 0 in older results
+    batch: int = 0  # samples of its step
     gradient_bytes: int = 0  # float32, of Embeddings the batch's rows; for the bound of the links
     utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...
     loss: list[float] = field(default_factory=list)  # a value for each epoch
@@ -134,7 +133,7 @@ class Round:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Round:
         """Read what to_dict returned, perhaps through JSON."""
-        case = dict(data["case"])
+        case = {k: v for k, v in data["case"].items() if k != "scaling"}  # older results have it
         task = dict(case.pop("task"))
         task["shares"] = tuple(task["shares"])
         ranks = tuple(rank_round(rank) for rank in data["ranks"])
@@ -156,11 +155,10 @@ def last_words(output: str) -> str:
 
 def rank_round(data: dict[str, Any]) -> RankRound:
     """Read what asdict returned. ValueError if a step is not finite: NaN would pass as no change."""
-    samples = data.get("utilization", [])
-    if isinstance(samples, dict):  # a list in older results
-        data = {**data, "utilization": _rows(samples)}
-    # Older results also have the parts of a step.
-    rank = RankRound(**{name: value for name, value in data.items() if name != "parts_s"})
+    samples = data["utilization"]
+    if isinstance(samples, dict):  # as to_dict writes them
+        samples = _rows(samples)
+    rank = RankRound(**{**data, "utilization": samples})
     times_s = (*rank.step_s, rank.wall_s)
     if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):
         raise ValueError(

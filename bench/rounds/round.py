@@ -12,8 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bench.hosts.hosts import Hosts
 from bench.hosts.process_placement import ROOT, Placement
-from bench.hosts.real_hosts import Hosts, RealHosts
+from bench.hosts.real_hosts import RealHosts
 from bench.launch import mpirun
 from bench.launch.processes import run_together
 from bench.rounds.record import Case, Round, rank_round
@@ -26,7 +27,7 @@ from hvpipe.errors import HvpipeError
 def run_round(
     case: Case,
     number: int,
-    cluster: Hosts | None,
+    cluster: Hosts,
     timeout_s: float,
     *,
     python: str = sys.executable,
@@ -34,9 +35,9 @@ def run_round(
 ) -> Round:
     """Run one round of a case in fresh processes under `python`, and end everything it started.
 
-    `cluster` is up; None is this machine alone. Real hosts must share the current folder. The round records
-    failures instead of raising them: a system that is not installed (`skipped`), or a crash or a hang
-    (`error`, with the end of the output). `systems` has the case's system by name.
+    `cluster` is up. Real hosts must share the current folder. The round records failures instead of raising
+    them: a system that is not installed (`skipped`), or a crash or a hang (`error`, with the end of the
+    output). `systems` has the case's system by name.
     """
     began_s = time.monotonic()
     round_ = Round(case, number)
@@ -49,10 +50,9 @@ def run_round(
         return replace(round_, skipped=f"{system.title}: {why}")
     try:
         check(case.task)
-        shared = Path.cwd() if isinstance(cluster, RealHosts) else None
         with tempfile.TemporaryDirectory(
             prefix="hvpipe-round-",
-            dir=shared,
+            dir=cluster.shared_folder,
             ignore_cleanup_errors=True,  # NFS keeps files that another host has open
         ) as name:
             round_ = _run(round_, system, cluster, Path(name), timeout_s, python)
@@ -62,7 +62,7 @@ def run_round(
 
 
 def _run(
-    round_: Round, system: System, cluster: Hosts | None, directory: Path, timeout_s: float, python: str
+    round_: Round, system: System, cluster: Hosts, directory: Path, timeout_s: float, python: str
 ) -> Round:
     case = round_.case
     placement = Placement(cluster, case.ranks)
@@ -96,13 +96,11 @@ def _run(
     return replace(round_, ranks=ranks, versions=", ".join(versions))
 
 
-def _unfit(case: Case, system: System, cluster: Hosts | None) -> str:
+def _unfit(case: Case, system: System, cluster: Hosts) -> str:
     """Return why a system cannot run a case that others can, or ""."""
     if system.start == "horovodrun" and isinstance(cluster, RealHosts):
         return "runs on virtual hosts, or on this one"
-    if "beside_tcp" in system.options and (
-        case.task.epochs or cluster is None or len(cluster.spec.hosts) < 2
-    ):
+    if "beside_tcp" in system.options and (case.task.epochs or len(cluster.spec.hosts) < 2):
         return "wants steps, not epochs, and several hosts"
     return ""
 

@@ -87,20 +87,18 @@ class StepWatch:
         self._began_s = self._last_s = time.monotonic()
 
     @property
-    def window_s(self) -> tuple[float, float]:
-        """Begin and end of the timed part, on the clock of time.time()."""
-        assert self._first is not None
-        assert self._last is not None
-        return self._first.at_s, self._last.at_s
+    def timed_s(self) -> float:
+        """The seconds of the timed part, with evaluations."""
+        return self._ended_s - self._began_s
 
     def rank_round(self) -> RankRound:
         assert self._first is not None
         assert self._last is not None
-        wall_s = self._ended_s - self._began_s - self._paused_s
+        wall_s = self.timed_s - self._paused_s
         return RankRound(
             step_s=[round(each, 6) for each in self.step_s],
             wall_s=wall_s / len(self.step_s),
-            cpu_share=(self._last.cpu_s - self._first.cpu_s) / (self._ended_s - self._began_s),
+            cpu_share=(self._last.cpu_s - self._first.cpu_s) / self.timed_s,
             peak_bytes=self._last.peak_bytes,
             sent_bytes=(self._last.sent_bytes - self._first.sent_bytes) // len(self.step_s),
             first_step_s=self.first_step_s,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from bench.rounds import meter
 from bench.rounds.job import RankJob
 from bench.rounds.record import RankRound
 from bench.systems.loop import replica_step
-from bench.systems.server_process import PERIOD_S, read_file, readings_file
+from bench.systems.server_process import ask_for_readings, wait_for_reading
 from bench.training.prepare import prepare_tensorflow
 from bench.training.workloads import batches_of, evaluator, make_model, make_optimizer, runs_of
 
@@ -55,8 +54,9 @@ def train(job: RankJob) -> None:
     else:
         iterator = iter(coordinator.create_per_worker_dataset(lambda: batches_of(job)))
         schedule = lambda: coordinator.schedule(step_from, args=(iterator,))  # noqa: E731
+    job.watch.at_window = lambda: ask_for_readings(job.directory, "begin")
     _run(job, schedule, coordinator, evaluator(keras, model, job))
-    time.sleep(2 * PERIOD_S)  # until the servers have written their last readings
+    ask_for_readings(job.directory, "end")
     job.by_rank = {rank: _with_servers(job, rank) for rank in range(job.size)}
 
 
@@ -87,27 +87,16 @@ def _with_servers(job: RankJob, rank: int) -> RankRound:
     worker = _used(job, "worker", rank)
     server = _used(job, "ps", servers.index(hosts[rank]))
     part = 1 / hosts.count(hosts[rank])
-    window_s = job.watch.window_s[1] - job.watch.window_s[0]
     return replace(
         job.watch.rank_round(),
-        cpu_share=(worker.cpu_s + part * server.cpu_s) / window_s,
+        cpu_share=(worker.cpu_s + part * server.cpu_s) / job.watch.timed_s,
         peak_bytes=round(worker.peak_bytes + part * server.peak_bytes),
         sent_bytes=worker.sent_bytes // len(job.watch.step_s),
-        utilization=list(_curve(job, "worker", rank)),
+        utilization=[],  # that of the coordinator says nothing
     )
 
 
 def _used(job: RankJob, what: str, index: int) -> meter.Reading:
     """Return what a process used in the timed part. Its peak memory is of its whole life."""
-    readings = read_file(readings_file(job.directory, what, index))
-    first, last = (meter.at(readings, at_s) for at_s in job.watch.window_s)
+    first, last = (wait_for_reading(job.directory, what, index, moment) for moment in ("begin", "end"))
     return replace(last, cpu_s=last.cpu_s - first.cpu_s, sent_bytes=last.sent_bytes - first.sent_bytes)
-
-
-def _curve(job: RankJob, what: str, index: int) -> Iterator[dict[str, float]]:
-    begin_s, end_s = job.watch.window_s
-    readings = read_file(readings_file(job.directory, what, index))
-    for before, after in itertools.pairwise(readings):
-        if begin_s <= before.at_s and after.at_s <= end_s:
-            cores = (after.cpu_s - before.cpu_s) / (after.at_s - before.at_s)
-            yield {"at_s": after.at_s - begin_s, "cpu": cores}

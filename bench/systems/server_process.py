@@ -1,11 +1,13 @@
 """A TensorFlow worker or parameter server: ``python -m bench.systems.server_process DIRECTORY JOB INDEX``.
 
-It serves until it is ended, and writes readings of what it uses to DIRECTORY/JOB-INDEX.readings.
+It serves until it is ended. When the coordinator asks, at the begin and at the end of the timed part, it
+writes what it has used to DIRECTORY/JOB-INDEX.begin and .end.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -13,21 +15,34 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.rounds import meter
+from hvpipe.atomic_file import atomic_file
 
-PERIOD_S = 0.2
-
-
-def readings_file(directory: Path, job: str, index: int) -> Path:
-    return directory / f"{job}-{index}.readings"
+_PERIOD_S = 0.05
+_ANSWER_S = 30.0  # the longest wait for a reading
 
 
-def read_file(path: Path) -> list[meter.Reading]:
-    lines = path.read_text().split("\n")[:-1]  # the last line may be incomplete
-    return [meter.Reading(**json.loads(line)) for line in lines]
+def ask_for_readings(directory: Path, moment: str) -> None:
+    """Ask all servers of a round for what they have used so far."""
+    (directory / f"readings-{moment}").touch()
+
+
+def wait_for_reading(directory: Path, job: str, index: int, moment: str) -> meter.Reading:
+    """Return what a server had used when it was asked."""
+    name = f"{job}-{index}.{moment}"
+    _wait_for(directory, name, time.monotonic() + _ANSWER_S)
+    return meter.Reading(**json.loads((directory / name).read_text()))
+
+
+def _wait_for(directory: Path, name: str, until_s: float = math.inf) -> None:
+    # Over NFS, listing the folder asks the server whether it changed; looking up a file may not.
+    while name not in os.listdir(directory):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"Every server should write what it has used. Received: no {name}")
+        time.sleep(_PERIOD_S)
 
 
 def serve(directory: Path, job: str, index: int) -> None:
-    """Start the server that TF_CONFIG describes, and write readings until the end."""
+    """Start the server that TF_CONFIG describes, and write what it uses."""
     what = json.loads((directory / "job.json").read_text())
     os.environ.update(what["environment"])
     if job == "ps":
@@ -48,11 +63,11 @@ def serve(directory: Path, job: str, index: int) -> None:
     server = tf.distribute.Server(
         resolver.cluster_spec(), job_name=job, task_index=index, protocol="grpc", config=config
     )
-    with readings_file(directory, job, index).open("w") as file:
-        while server is not None:
-            file.write(json.dumps(asdict(meter.read())) + "\n")
-            file.flush()
-            time.sleep(PERIOD_S)
+    for moment in ("begin", "end"):
+        _wait_for(directory, f"readings-{moment}")
+        with atomic_file(directory / f"{job}-{index}.{moment}") as file:
+            file.write(json.dumps(asdict(meter.read())).encode())
+    server.join()  # until it is ended
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ from bench.errors import BenchError
 from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.training import datasets
-from bench.training.datasets import DATASETS
+from bench.training.datasets import DATASETS, Dataset
 
 _CLASSES = 100
-_TOKENS = 2000  # vocabulary of the language models
-_WORDS = 50_000  # vocabulary of the text classifier
+_TOKENS, _WORDS = 100, 50_000  # vocabularies of the transformer and of the text classifier
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Workload:
 
     title: str
     build: Callable[[Any, int], Any]
-    data: str  # "images", "tokens" (to predict tokens), "texts" (to classify) or a name of DATASETS
+    data: str | int  # "images", the vocabulary of random texts, or a name of DATASETS
     rate: float = 0.01
     least_pixels: int = 1
 
@@ -39,7 +38,7 @@ def _application(name: str) -> Callable[[Any, int], Any]:
     return build
 
 
-def transformer_trunk(keras: Any, length: int, tokens: int, width: int, blocks: int) -> tuple[Any, Any]:
+def _transformer_trunk(keras: Any, length: int, tokens: int, width: int, blocks: int) -> tuple[Any, Any]:
     """Return the input and the last block's output of pre-norm causal attention over `length` tokens."""
     layers = keras.layers
     inputs = keras.Input((length,), dtype="int32")
@@ -53,17 +52,10 @@ def transformer_trunk(keras: Any, length: int, tokens: int, width: int, blocks: 
 
 
 def _transformer(keras: Any, length: int) -> Any:
-    inputs, x = transformer_trunk(keras, length, _TOKENS, width=256, blocks=6)
-    return keras.Model(inputs, keras.layers.Dense(_TOKENS, activation="softmax")(x), name="transformer")
-
-
-def _lstm(keras: Any, length: int) -> Any:
-    layers = keras.layers
-    inputs = keras.Input((length,), dtype="int32")
-    x = layers.Embedding(_TOKENS, 256)(inputs)
-    for _ in range(2):
-        x = layers.LSTM(512, return_sequences=True)(x)
-    return keras.Model(inputs, layers.Dense(_TOKENS, activation="softmax")(x), name="lstm")
+    """Build a classifier of sequences of tokens."""
+    inputs, x = _transformer_trunk(keras, length, _TOKENS, width=256, blocks=6)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, keras.layers.Dense(_CLASSES, activation="softmax")(x), name="transformer")
 
 
 def _text(keras: Any, length: int) -> Any:
@@ -90,7 +82,7 @@ def _digits(keras: Any, pixels: int) -> Any:
 
 
 def _prose(keras: Any, length: int) -> Any:
-    inputs, x = transformer_trunk(keras, length, datasets.CHARACTERS, width=128, blocks=2)
+    inputs, x = _transformer_trunk(keras, length, datasets.CHARACTERS, width=128, blocks=2)
     outputs = keras.layers.Dense(datasets.CHARACTERS, activation="softmax")(x)
     return keras.Model(inputs, outputs, name="prose")
 
@@ -105,11 +97,9 @@ def _table(keras: Any, pixels: int) -> Any:
 WORKLOADS: dict[str, Workload] = {
     "resnet50": Workload("ResNet-50", _application("ResNet50"), "images", least_pixels=32),
     "vgg16": Workload("VGG-16", _application("VGG16"), "images", least_pixels=32),
-    "inceptionv3": Workload("Inception-v3", _application("InceptionV3"), "images", least_pixels=75),
     "mobilenetv2": Workload("MobileNetV2", _application("MobileNetV2"), "images", least_pixels=32),
-    "lstm": Workload("LSTM language model", _lstm, "tokens"),
-    "transformer": Workload("transformer language model", _transformer, "tokens"),
-    "text": Workload("text classifier with a large Embedding", _text, "texts"),
+    "transformer": Workload("transformer, a classifier of sequences", _transformer, _TOKENS),
+    "text": Workload("text classifier with a large Embedding", _text, _WORDS),
     "digits": Workload("handwritten digits, small CNN", _digits, "digits", rate=0.05),
     "prose": Workload("characters of a manual, small transformer", _prose, "prose", rate=0.05),
     "table": Workload("table of numbers, dense layers", _table, "table", rate=0.02),
@@ -187,7 +177,7 @@ def runs_of(job: RankJob) -> list[tuple[int, int, bool]]:
 
 def trained_examples(workload: str) -> int:
     """Return the examples of an epoch of a workload that can train epochs."""
-    return DATASETS[WORKLOADS[workload].data].trained
+    return _dataset(workload).trained
 
 
 def _steps_of_epoch(job: RankJob) -> int:
@@ -250,18 +240,19 @@ def synthetic(task: Task, batch: int, rank: int) -> tuple[Any, Any]:
         x, y = DATASETS[kind].load()
         chosen = random.integers(0, len(x), batch)
         return x[chosen], y[chosen]
-    if kind == "tokens":
-        tokens = random.integers(0, _TOKENS, (batch, task.pixels + 1)).astype(np.int32)
-        return tokens[:, :-1], tokens[:, 1:]
-    if kind == "texts":
-        words = random.integers(0, _WORDS, (batch, task.pixels)).astype(np.int32)
+    if isinstance(kind, int):
+        words = random.integers(0, kind, (batch, task.pixels)).astype(np.int32)
         return words, random.integers(0, _CLASSES, batch).astype(np.int32)
     x = random.standard_normal((batch, task.pixels, task.pixels, 3), dtype=np.float32)
     return x, random.integers(0, _CLASSES, batch).astype(np.int32)
 
 
 def _split(task: Task) -> tuple[Any, Any, Any, Any]:
-    return DATASETS[WORKLOADS[task.workload].data].split(task.seed)
+    return _dataset(task.workload).split(task.seed)
+
+
+def _dataset(workload: str) -> Dataset:
+    return DATASETS[str(WORKLOADS[workload].data)]
 
 
 def _epochs_of_rank(job: RankJob, rank: int) -> tuple[Any, Any]:

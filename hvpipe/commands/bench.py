@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from hvpipe.errors import LaunchError
 
-COMMANDS = ("run", "step", "tune", "report", "advise", "compare", "readme")
+COMMANDS = ("run", "step", "tune", "report", "advise", "readme")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

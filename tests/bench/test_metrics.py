@@ -12,8 +12,8 @@ import pytest
 from bench import metrics
 from bench.all_reduce import __main__ as all_reduce
 from bench.all_reduce.report import AllReduceReport, Row
-from bench.cluster.two_way_stream import measure, serve
 from bench.errors import BenchError
+from bench.hosts.two_way_stream import measure, serve
 
 MB = 1 << 20
 
@@ -144,8 +144,9 @@ def test_all_reduce_report_as_json_and_text() -> None:
     ("words", "match"),
     [
         (["--min", "1M", "--max", "4K"], "Received: smallest=1048576"),
-        (["--hosts", "2", "--rate", "fast"], "Received: rate='fast'"),
-        (["--spec", "none.toml"], "none.toml"),
+        (["--cluster", "2xfast"], "Received: rate='fast'"),
+        (["--cluster", "none.toml"], "none.toml"),
+        (["--cluster", "2x1gbit", "--hosts", "a"], "Give --hosts or --cluster"),
     ],
 )
 def test_all_reduce_refuses_bad_options(
@@ -167,5 +168,4 @@ def test_the_built_in_stream_measures_loopback() -> None:
         except ConnectionRefusedError:
             server.join(0.05)
     server.join()
-    assert rates["forward_bits_per_s"] > 1e6
-    assert rates["backward_bits_per_s"] > 1e6
+    assert min(rates) > 1e6

@@ -55,7 +55,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bench_command
 
 
-WORDS = ["tune", "--system", "tf-mwms-tuned", "--workload", "lstm", "--threads", "1", "--rounds", "1"]
+WORDS = ["tune", "--system", "tf-mwms-tuned", "--workload", "text", "--threads", "1", "--rounds", "1"]
 
 
 def test_the_command_stores_the_fastest_with_its_source(
@@ -72,7 +72,7 @@ def test_the_command_stores_the_fastest_with_its_source(
         "other": Tuned({"a": "1"}, "a book"),
         "tf-mwms-tuned": Tuned(
             {"bytes_per_pack": str(256 << 10)},
-            "the fastest of 5 by `hvpipe bench tune`: lstm, plain loopback, links without limit, batch 8 a "
+            "the fastest of 5 by `hvpipe bench tune`: text, plain loopback, links without limit, batch 8 a "
             "rank, 1 thread an operation, 1 round of 3 + 8 steps, seed 20",
         ),
     }
@@ -104,8 +104,7 @@ def test_settings_are_searched_for_on_real_hosts(
         return finished(of, 1.0, number=number)
 
     monkeypatch.setattr("bench.rounds.round.run_round", run_round)
-    monkeypatch.setattr(RealHosts, "require_answers", lambda self: self._cores.update(a="9", b="8"))
-    monkeypatch.setattr(RealHosts, "ask_machines", lambda self: None)
+    monkeypatch.setattr(RealHosts, "require_answers", lambda self: self._cores.update(a=9, b=8))
     monkeypatch.setattr("bench.evaluation.run.links.measure", lambda hosts, cluster: ())
     words = ["tune", "--system", "tf-mwms-tuned", "--rounds", "1", "--hosts", "a:2,b"]
     assert command.main([*words, "--python", sys.executable]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,11 +14,10 @@ import pytest
 
 from bench.cluster import cpu, network, state
 from bench.cluster.__main__ import main
-from bench.cluster.link_rate import measure_two_way
 from bench.cluster.spec import ClusterSpec, HostSpec, equal_hosts, format_rate, parse_rate, read_spec
-from bench.cluster.state import ClusterState, all_states, read_state
 from bench.cluster.virtual_cluster import VirtualCluster, clean_up
 from bench.errors import BenchError
+from bench.hosts.links import measure_two_way
 from bench.launch import mpirun
 from hvpipe.errors import HvpipeError
 
@@ -74,7 +72,6 @@ def test_toml_with_defaults(tmp_path: Path) -> None:
     assert spec.hosts == (HostSpec("h0", 1e9, 1.0, 1), HostSpec("slow", 1e9, 0.5, 2))
     assert spec.slots == 3
     assert spec.describe() == "2 hosts: h0 1gbit 1 cpus, slow 1gbit 0.5 cpus 2 slots"
-    assert ClusterSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
 @pytest.mark.parametrize(
@@ -140,7 +137,7 @@ def test_ranks_yield_when_idle_where_they_share_cores(open_mpi: pytest.MonkeyPat
 
 def test_ranks_meet_only_on_the_links(open_mpi: pytest.MonkeyPatch) -> None:
     line = start_line(equal_hosts(2, slots=2), 4)
-    agent = state.STATE / "hv" / "bin" / "ssh"
+    agent = state.FOLDERS / "hv" / "bin" / "ssh"
     assert f"--host h0:2,h1:2 --bind-to none --prtemca plm_ssh_agent {agent}" in line
     assert "--mca btl_tcp_if_include 10.77.0.0/24 --mca pml ob1" in line
     open_mpi.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 4.1.8")
@@ -152,52 +149,11 @@ def test_cluster_name_is_checked() -> None:
         VirtualCluster(equal_hosts(1), "a b")
 
 
-def test_a_state_file_that_is_not_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "STATE", tmp_path)
-    for name in ("empty", "whole"):
-        ClusterState(name, equal_hosts(2), 0, 0).write(None)
-    (tmp_path / "empty" / "state.json").write_text("")
-    with pytest.raises(BenchError, match=r"must be JSON: delete .*empty/state\.json\. Received: Expecting"):
-        all_states()
-    with pytest.raises(BenchError, match=r"Received: name='absent'; up: empty, whole"):
-        read_state("absent")
-
-
-def test_a_cluster_that_goes_while_clusters_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state, "STATE", tmp_path / "states")
-    here, gone = (ClusterState(name, equal_hosts(2), 0, 0) for name in ("here", "gone"))
-    for each in (here, gone):
-        each.write(None)
-    files = state._files()
-    monkeypatch.setattr(state, "_files", lambda: files)
-    gone.delete()
-    assert all_states() == [here]
-    here.delete()
-    assert not state.STATE.exists()
-    here.delete()
-
-
-def test_a_state_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(*args: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(state, "STATE", tmp_path)
-    former = ClusterState("some", equal_hosts(2), 0, 0)
-    former.write(None)
-    with monkeypatch.context() as full:
-        full.setattr(os, "replace", full_disk)
-        with pytest.raises(OSError, match="no space left"):
-            ClusterState("some", equal_hosts(3), 0, 0).write(None)
-    assert all_states() == [former]
-
-
 def test_without_root_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert main(["up", "--hosts", "2"]) == 1
+    assert main(["2x1gbit", "true"]) == 1
     assert "needs root" in capsys.readouterr().err
 
 
@@ -231,8 +187,7 @@ TRIES = 20
 @real
 def test_link_carries_its_rate_both_ways(cluster: VirtualCluster) -> None:
     for _ in range(TRIES):
-        rate = measure_two_way(cluster, "h0", "h1", seconds=1)
-        slower, faster = sorted([rate.forward_bits_per_s, rate.backward_bits_per_s])
+        slower, faster = sorted(measure_two_way(cluster, "h0", "h1", seconds=1))
         assert faster < 105e6
         if slower > 80e6:
             break
@@ -268,7 +223,7 @@ def test_cpu_share_slows_a_host() -> None:
 
 def assert_nothing_left(name: str) -> None:
     assert network.existing_namespaces(name) == []
-    assert [state for state in all_states() if state.name == name] == []
+    assert name not in state.names()
     assert list(Path("/etc").glob(f"netns/{name}-*")) == []
     top = cpu.group(name)
     assert top is None or not top.exists()
@@ -277,7 +232,7 @@ def assert_nothing_left(name: str) -> None:
 def start_holder(name: str) -> subprocess.Popen[str]:
     """Start a process that holds a cluster with a program inside, and wait until it is up."""
     program = (
-        "from bench.cluster import VirtualCluster, equal_hosts\n"
+        "from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts\n"
         f"with VirtualCluster(equal_hosts(2, '1gbit', cpus=1.0), {name!r}) as cluster:\n"
         "    print('up', flush=True)\n"
         "    cluster.execute('h1', ['sleep', '300'])\n"
@@ -350,18 +305,24 @@ def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @real
-def test_command_up_exec_status_down(capfd: pytest.CaptureFixture[str]) -> None:
-    name = f"{NAME}cmd"
-    try:
-        assert main(["up", "--name", name, "--hosts", "2", "--rate", "300mbit"]) == 0
-        assert main(["up", "--name", name, "--hosts", "3", "--rate", "1gbit"]) == 0
-        assert main(["exec", "--name", name, "h2", "--", "sh", "-c", "exit 7"]) == 7
-        assert main(["status"]) == 0
-        said = capfd.readouterr().out
-        assert f"{name} is up: 3 hosts" in said
-        assert f"{name}: stays until down, 0 processes inside" in said
-    finally:
-        assert main(["down", "--name", name]) == 0
-    assert_nothing_left(name)
-    assert main(["exec", "--name", name, "h0", "--", "true"]) == 1
-    assert "must be up" in capfd.readouterr().err
+def test_the_command_runs_in_the_first_host_and_reaches_the_others(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    script = "cat /proc/sys/kernel/hostname; ssh h2 cat /proc/sys/kernel/hostname; exit 7"
+    assert main(["3x1gbit", "sh", "-c", script]) == 7
+    assert capfd.readouterr().out.split() == ["h0", "h2"]
+    assert main(["-np", "2", "2xunlimited", "cat", "/proc/sys/kernel/hostname"]) == 0
+    assert sorted(capfd.readouterr().out.split()) == ["h0", "h1"]
+    assert_nothing_left(f"hv{os.getpid()}")
+
+
+def test_a_folder_that_nobody_holds_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "FOLDERS", tmp_path / "clusters")
+    locks = {name: state.make(name, None) for name in ("held", "left")}
+    os.close(locks["left"])
+    assert {name: state.is_held(name) for name in state.names()} == {"held": True, "left": False}
+    for name in locks:
+        state.delete(name)
+    assert not state.is_held("left")
+    assert not state.FOLDERS.exists()
+    os.close(locks["held"])

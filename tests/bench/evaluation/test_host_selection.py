@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import link_rate
-from bench.cluster.spec import ClusterSpec, HostSpec, equal_hosts
+from bench.cluster import network
+from bench.cluster.spec import equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
-from bench.evaluation import host_selection
 from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
+from bench.hosts.hosts import ThisHost
 from bench.hosts.real_hosts import RealHosts
 from bench.launch import mpirun
 from bench.rounds.record import Task
@@ -27,14 +27,12 @@ def test_without_root_plain_loopback_is_used_and_noted(monkeypatch: pytest.Monke
     def refuse() -> None:
         raise BenchError("root is wanted")
 
-    monkeypatch.setattr(host_selection, "require_privileges", refuse)
+    monkeypatch.setattr(network, "require_privileges", refuse)
     found = select_hosts(None)
-    assert found.loopback
+    assert isinstance(found.hosts, ThisHost)
     assert "plain loopback" in found.note
     assert "root is wanted" in found.note
-    with found.bring_up(SUITE.groups[0]) as hosts:
-        assert hosts is None
-    assert found.facts("loopback").slowest_bits_per_s is None
+    assert found.facts(SUITE.groups[0]).slowest_bits_per_s is None
     with pytest.raises(BenchError, match="root is wanted"):
         one_cluster("2x1gbit")  # a request for a cluster never falls back to loopback
 
@@ -42,43 +40,13 @@ def test_without_root_plain_loopback_is_used_and_noted(monkeypatch: pytest.Monke
 def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(self: VirtualCluster, owner_pid: int = 0) -> None:
+    def refuse(self: VirtualCluster) -> None:
         raise BenchError("`ip netns add` failed: Operation not permitted.")
 
-    monkeypatch.setattr(host_selection, "require_privileges", lambda: None)
     monkeypatch.setattr(VirtualCluster, "up", refuse)
     found = select_hosts(None)
-    assert found.loopback
+    assert isinstance(found.hosts, ThisHost)
     assert "not permitted" in found.note
-
-
-@pytest.mark.parametrize(("lacking", "loopback"), [("rate", True), ("cpus", False)])
-def test_limits_that_do_not_work_here_are_noted_once(
-    lacking: str, loopback: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def up(self: VirtualCluster, owner_pid: int = 0) -> None:
-        (host,) = self.spec.hosts
-        if lacking == "rate" and host.rate_bits_per_s is not None:
-            raise BenchError("no token bucket")
-        if lacking == "cpus" and host.cpus is not None:
-            raise BenchError("no cpu controller")
-
-    monkeypatch.setattr(host_selection, "require_privileges", lambda: None)
-    monkeypatch.setattr(VirtualCluster, "up", up)
-    monkeypatch.setattr(VirtualCluster, "down", lambda self: None)
-    found = select_hosts(None)
-    assert found.loopback == loopback
-    if loopback:
-        assert "no token bucket" in found.note
-        return
-    half = ClusterSpec((HostSpec("h0", cpus=0.5), HostSpec("h1")))
-    limited = Group(Task("digits", 8), "half", 2, ("a",), spec=half)
-    fitted = found.fit(Suite("mine", "Mine", (*SUITE.groups, limited)))
-    assert fitted.groups == SUITE.groups
-    assert fitted.notes == ("digits-64/8/half-2/weak is left out: no cpu controller",)
-    with pytest.raises(BenchError, match="no cpu controller"):
-        one_cluster("slow-cpu")
-    assert one_cluster("2x1gbit").cluster == ("2x1gbit", equal_hosts(2, "1gbit"))
 
 
 def test_a_suite_without_clusters_needs_hosts_or_a_cluster() -> None:
@@ -86,80 +54,60 @@ def test_a_suite_without_clusters_needs_hosts_or_a_cluster() -> None:
     with pytest.raises(BenchError, match=r"need --hosts or --cluster\. Received: neither"):
         HostSelection().fit(suite)
     spec = equal_hosts(3, "1gbit")
-    (group,) = HostSelection(cluster=("mine.toml", spec)).fit(suite).groups
+    (group,) = HostSelection(VirtualCluster(spec), "mine.toml").fit(suite).groups
     assert (group.name, group.spec) == ("digits-64/8/mine.toml-3/weak", spec)
-    assert [each.ranks for each in HostSelection(hosts=RealHosts("a:2,b")).fit(suite).groups] == [3]
-    assert HostSelection().facts("mine.toml", spec).slowest_bits_per_s == 1e9
+    assert [each.ranks for each in HostSelection(RealHosts("a:2,b"), "hosts").fit(suite).groups] == [3]
+    assert HostSelection().facts(group).slowest_bits_per_s == 1e9
 
 
-def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def answering(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
+    """Let each host print a text, and end with 1 without one."""
+
     def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        status = 1 if "b:1" in command else 0
-        said = "" if "d:1" in command else "a banner\n12\n" if "a:1" in command else "8\n"
-        return subprocess.CompletedProcess(command, status, said, "-----\nssh: no route to host\n")
+        (host,) = {f"{name}:1" for name in answers} & {*command}
+        said = answers[host[0]]
+        return subprocess.CompletedProcess(command, int(not said), said, "-----\nssh: no route to host\n")
 
     monkeypatch.setattr("bench.launch.mpirun.run", answer)
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
     monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
-    with pytest.raises(BenchError, match=r"Received: host='b', ssh: no route to host"):
-        select_hosts("a:2,b:2")
-    with pytest.raises(BenchError, match="Received: --hosts 'a:x'"):
-        select_hosts("a:x")
-    hosts = RealHosts("a:2,c")
-    hosts.require_answers()
-    assert hosts.spec.slots == 3
+
+
+def hardware(cores: int, machine: str, sees: bool = True) -> str:
+    return json.dumps({"cores": cores, "machine": machine, "sees": sees}) + "\n"
+
+
+def test_a_host_that_does_not_answer_or_share_the_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, a=hardware(8, "A CPU"), b="", c="a banner\n", d=hardware(8, "A CPU", sees=False))
+    for hosts, says in (
+        ("a:2,b:2", "Received: host='b', ssh: no route to host"),
+        ("a:2,c", "Received: host='c', 'a banner'"),
+        ("a:2,d", "share the current folder.*Received: host='d'"),
+        ("a:x", "Received: --hosts 'a:x'"),
+    ):
+        with pytest.raises(BenchError, match=says):
+            select_hosts(hosts)
+
+
+def test_hosts_are_described_and_have_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(
+        monkeypatch, a=hardware(12, "A CPU"), b=hardware(12, "A CPU"), c="a banner\n" + hardware(8, "Another")
+    )
+    found = select_hosts("a:2,b:2,c")
+    assert found.note == "on hosts a:2, b:2, c:1; links and CPUs as they are"
+    assert found.facts(SUITE.groups[0]).description == "hosts a:2, b:2, c:1; a, b: A CPU; c: Another"
+    hosts = found.hosts
+    assert hosts is not None
     assert hosts.cores_of_rank() == 6  # 12 cores for two ranks, 8 for one
-    silent = RealHosts("a,d")
-    silent.require_answers()
-    with pytest.raises(BenchError, match=r"or give --threads. Received: host='d', ''"):
-        silent.cores_of_rank()
     command = hosts.mpirun_command(3, ["python", "x.py"])
     assert command[:3] == ["/python/mpirun", "-np", "3"]
     assert command[-2:] == ["python", "x.py"]
-    assert "a:2,c:1" in command
+    assert "a:2,b:2,c:1" in command
     # The MPI beside the peers' Python starts the peers' ranks.
     command = hosts.mpirun_command(3, ["env", "PYTHONPATH=/x", "/peers/bin/peers-python", "x.py"])
     assert command[0] == "/peers-python/mpirun"
     # With a terminal, processes left on a host end with the connection.
     assert "-tt" in hosts.host_command("a", ["serve"])
-
-
-def test_a_host_that_does_not_share_the_current_folder_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        if command[-2] != "ls":
-            return subprocess.CompletedProcess(command, 0, "8\n", "")
-        there = Path(command[-1])
-        assert there.parent == tmp_path
-        assert there.exists()
-        status = 2 if "b:1" in command else 0
-        return subprocess.CompletedProcess(command, status, "", "ls: cannot access it\n")
-
-    monkeypatch.setattr("bench.launch.mpirun.run", answer)
-    monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BenchError, match=r"the current folder.*Received: host='b'.*ls: cannot access it"):
-        select_hosts("a:2,b:2")
-    assert list(tmp_path.iterdir()) == []
-    RealHosts("a:2,c").require_answers()
-
-
-def test_the_hardware_of_hosts_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        if "bench.hosts.hardware" not in command:
-            return subprocess.CompletedProcess(command, 0, "8\n", "")
-        if "d:1" in command:
-            raise subprocess.TimeoutExpired(command, 60)
-        said = "a banner\n64 cores (Another CPU)\n" if "c:1" in command else "8 cores (A CPU)\n"
-        return subprocess.CompletedProcess(command, 0, said, "")
-
-    monkeypatch.setattr("bench.launch.mpirun.run", answer)
-    monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
-    found = select_hosts("a:2,b:2,c,d")
-    assert found.note == "on hosts a:2, b:2, c:1, d:1; links and CPUs as they are"
-    described = found.facts("hosts").description
-    assert described == "hosts a:2, b:2, c:1, d:1; a, b: 8 cores (A CPU); c: 64 cores (Another CPU)"
 
 
 def test_links_of_real_hosts_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +116,7 @@ def test_links_of_real_hosts_are_measured_both_ways(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         RealHosts, "execute", lambda self, host, command, timeout_s: mpirun.run(command, timeout_s=timeout_s)
     )
-    monkeypatch.setattr(link_rate, "_PORT", 20201)
+    monkeypatch.setattr(links, "_PORT", 20201)
     hosts = RealHosts("a:2,localhost")
     (found,) = links.measure(hosts, "hosts", seconds=0.2)
     assert found.second == "localhost"

@@ -5,29 +5,27 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.cluster.spec import equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.evaluation import run as evaluation
-from bench.evaluation.host_selection import HostSelection
-from bench.evaluation.journal import FILE, Journal, alone_in
-from bench.evaluation.outcome import EvaluationOutcome
-from bench.evaluation.progress import EvaluationProgress, format_left
+from bench.evaluation.host_selection import HostSelection, this_host
+from bench.evaluation.journal import Journal, alone_in
+from bench.evaluation.outcome import FILE, EvaluationOutcome
+from bench.evaluation.progress import EvaluationProgress
 from bench.evaluation.run import Evaluation, setting_of
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
+from bench.hosts.hosts import ThisHost
 from bench.hosts.real_hosts import RealHosts
 from bench.rounds.record import Case, Round, Task
 from bench_rounds import finished
 
-HERE = HostSelection(loopback=True, note="not root")
+HERE = this_host(note="not root")
 SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"), rounds=2),))
 
 
@@ -83,7 +81,7 @@ def test_at_the_end_no_round_is_left(tmp_path: Path) -> None:
     part = Group(Task("digits", 8), "loopback", 2, ("c",))
     suite = replace(SUITE, groups=(*SUITE.groups, part))
     for systems, said in (
-        (Systems(fails=("b",)), "3 of 3 rounds, 0 s left"),
+        (Systems(fails=("b",)), "3 of 3 rounds, 0 min left"),
         (Systems(), "0 of 0 rounds"),
     ):
         evaluated = Evaluation(suite, HERE, systems, {"c": "absent"})
@@ -96,7 +94,7 @@ def test_a_cluster_is_not_brought_up_for_cases_that_failed_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, Systems(stop_at=2, fails=("a", "b")))
-    monkeypatch.setattr(HostSelection, "bring_up", lambda self, cluster: pytest.fail("it was"))
+    monkeypatch.setattr(ThisHost, "__enter__", lambda self: pytest.fail("it was"))
     run(tmp_path, Systems())
 
 
@@ -137,10 +135,8 @@ def test_a_missing_system_is_skipped_by_name_and_run_once_installed(tmp_path: Pa
     assert systems.asked[2:] == [("b", 0), ("b", 1)]
 
 
-@contextmanager
-def broken(self: HostSelection, cluster: str) -> Iterator[None]:
+def broken(self: ThisHost) -> None:
     raise BenchError("no such rate")
-    yield  # noqa: V201
 
 
 def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_again(
@@ -148,7 +144,7 @@ def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_agai
 ) -> None:
     for _ in range(2):
         with monkeypatch.context() as patched:
-            patched.setattr(HostSelection, "bring_up", broken)
+            patched.setattr(ThisHost, "__enter__", broken)
             outcome, said = run(tmp_path, Systems())
         assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
         assert {each.skipped for each in outcome.rounds} == {"the hosts were not up: no such rate"}
@@ -158,18 +154,16 @@ def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_agai
     outcome, _ = run(tmp_path, systems)
     assert systems.asked == ALL
     assert all(each.ok for each in outcome.rounds)
-    assert Journal.kept_in(tmp_path) == outcome
+    assert EvaluationOutcome.read(tmp_path) == outcome
 
 
 def test_a_cluster_that_cannot_be_taken_down_does_not_undo_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def stays(self: HostSelection, cluster: str) -> Iterator[None]:
-        yield
+    def stays(self: ThisHost, *_: object) -> None:
         raise BenchError("busy cgroup")
 
-    monkeypatch.setattr(HostSelection, "bring_up", stays)
+    monkeypatch.setattr(ThisHost, "__exit__", stays)
     outcome, said = run(tmp_path, Systems())
     assert all(each.ok for each in outcome.rounds)
     assert "measured; its hosts could not be ended: busy cgroup" in said
@@ -186,7 +180,7 @@ def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
         *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
     ]
     assert not any(each.error for each in outcome.rounds)
-    assert Journal.kept_in(tmp_path) == outcome
+    assert EvaluationOutcome.read(tmp_path) == outcome
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -246,7 +240,7 @@ def test_a_complete_folder_is_reported(tmp_path: Path) -> None:
 def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
     def on(hosts: str) -> Evaluation:
         return Evaluation(
-            SUITE, HostSelection(hosts=RealHosts(hosts)), Systems(), {"a": "absent", "b": "absent"}
+            SUITE, HostSelection(RealHosts(hosts), "hosts"), Systems(), {"a": "absent", "b": "absent"}
         )
 
     on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
@@ -261,21 +255,21 @@ def test_a_folder_in_use_by_another_evaluation_is_refused(tmp_path: Path) -> Non
     run(tmp_path, Systems())
 
 
-def test_a_suite_that_cannot_run_here_at_all(tmp_path: Path) -> None:
+def test_a_suite_that_cannot_run_here_at_all() -> None:
     shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
     with pytest.raises(
         BenchError, match=r"Received: none, not root; .* is left out: shares should have one for each of 2"
     ):
-        Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
+        HERE.fit(Suite("mine", "Mine", (shared,)))
 
 
 def test_groups_left_out_are_in_the_plan_and_the_report() -> None:
-    strong = Group(Task("digits", 3), "3x1gbit", 3, ("a",), scaling="strong")
-    evaluated = Evaluation(Suite("mine", "Mine", (*SUITE.groups, strong)), HERE, Systems(), {})
-    (said,) = evaluated._suite.notes
-    assert said.startswith("digits-64/3/3x1gbit-3/strong is left out: ")
-    assert said in evaluated.describe()
-    assert setting_of(evaluated._suite, HERE).notes == ("not root", said)
+    shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
+    fitted = HERE.fit(Suite("mine", "Mine", (*SUITE.groups, shared)))
+    (said,) = fitted.notes
+    assert said.startswith("digits-64/12+4+8/slow-cpu-3/weak is left out: ")
+    assert said in Evaluation(fitted, HERE, Systems(), {}).describe()
+    assert setting_of(fitted, HERE).notes == ("not root", said)
 
 
 def test_a_file_that_is_not_a_journal(tmp_path: Path) -> None:
@@ -296,57 +290,17 @@ def test_files_that_are_not_results(tmp_path: Path) -> None:
             EvaluationOutcome.read(tmp_path)
 
 
-def test_scaling_is_measured_on_fewer_hosts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = (
-        Group(Task("digits", 8), "2x1gbit", 2, ("a",), rounds=1),
-        Group(Task("digits", 32, epochs=4), "2x1gbit", 2, ("a",), rounds=1),
-        Group(Task("digits", 8, shares=(9, 7)), "2x1gbit", 2, ("a",), rounds=1),
-        Group(Task("digits", 6), "2x1gbit", 2, ("a",), rounds=1, scaling="strong"),
-    )
-    hosts = RealHosts("a:2,b,c")
-    hosts.spec = replace(hosts.spec, machines=(("a", "8 cores"), ("c", "16 cores")))
-    where = HostSelection(hosts=hosts).on_counts("1, 2")
-    fitted = where.fit(Suite("mine", "Mine", groups))
-    assert [group.name for group in fitted.groups] == [
-        *("digits-64/8/1xhosts-2/weak", "digits-64/6/1xhosts-2/strong"),
-        *("digits-64/8/2xhosts-3/weak", "digits-64/4/2xhosts-3/strong"),
-        *("digits-64/8/3xhosts-4/weak", "digits-64/32/3xhosts-4/4-epochs", "digits-64/3/3xhosts-4/strong"),
-    ]
-    assert [said.split(" is left out")[0] for said in fitted.notes] == ["digits-64/9+7/2x1gbit-2/weak"]
-    assert where.fit(fitted) == fitted
-    assert where.facts("1xhosts").description == "hosts a:2; a: 8 cores"
-    assert [where.facts(f"{count}xhosts").hosts for count in (1, 2, 3)] == [1, 2, 3]
-    slots: list[int] = []
-
-    def run_round(case: Case, number: int, hosts: object, timeout_s: float) -> Round:
-        assert isinstance(hosts, RealHosts)
-        slots.append(hosts.spec.slots)
-        return finished(case, 1.0, number=number)
-
-    monkeypatch.setattr(links, "measure", lambda hosts, cluster: [])
-    evaluated = Evaluation(fitted, where, run_round, {})
-    evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()))
-    assert slots == [2, 2, 3, 3, 4, 4, 4]
-    for text in ("0", "4", "two", ""):
-        says = f"from 1 to 3, the number of --hosts.*Received: --host-counts '{text}'"
-        with pytest.raises(BenchError, match=says):
-            where.on_counts(text)
-
-
 def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def up(self: HostSelection, where: object) -> Iterator[VirtualCluster]:
-        yield VirtualCluster(equal_hosts(2, "1gbit"))
-
     tried: list[str] = []
 
     def fail(hosts: object, first: str, second: str, *, seconds: float) -> None:
         tried.append(second)
         raise subprocess.TimeoutExpired(["iperf3"], 180.0)
 
-    monkeypatch.setattr(HostSelection, "bring_up", up)
+    monkeypatch.setattr(VirtualCluster, "up", lambda self: None)
+    monkeypatch.setattr(VirtualCluster, "down", lambda self: None)
     monkeypatch.setattr(links, "measure_two_way", fail)
     groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
     for _ in range(2):
@@ -356,7 +310,7 @@ def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
     (link,) = outcome.links
     assert (link.second, link.set_bits_per_s, link.two_way_bits_per_s) == ("h1", 1e9, None)
     assert link.why == "Command '['iperf3']' timed out after 180.0 seconds"
-    assert Journal.kept_in(tmp_path) == outcome
+    assert EvaluationOutcome.read(tmp_path) == outcome
 
 
 def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +321,6 @@ def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     now[0] += 100.0
     progress.done()
     assert progress.describe() == "1 of 3 rounds, 3 min left"
-    assert [format_left(s) for s in (40, 130, 3700)] == ["40 s", "2 min", "1 h 1 min"]
 
 
 @pytest.mark.parametrize(

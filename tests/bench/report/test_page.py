@@ -16,7 +16,7 @@ from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.evaluation.suite import Group, Suite
 from bench.hosts.links import LinkFacts
 from bench.report.figures import all_figures, not_measured
-from bench.report.files import show_figures, write_outputs
+from bench.report.files import show_figures
 from bench.report.headlines import answer, cautions, headlines, left_out
 from bench.report.page import page
 from bench.report.readme import BEGIN, END, comparison, rewrite
@@ -290,18 +290,6 @@ def test_a_case_measured_after_being_skipped_is_not_shown_as_skipped() -> None:
     assert json.loads(show_figures(outcome(skipped), as_json=True))["not_measured"] == {
         "resnet50-64/8/2x1gbit-2/weak/horovod": "skipped, not installed"
     }
-
-
-def test_results_are_written_even_if_the_page_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: EvaluationOutcome) -> str:
-        raise RuntimeError("no plots")
-
-    write_outputs(everything(), tmp_path)
-    monkeypatch.setattr("bench.report.files.page", fail)
-    with pytest.raises(RuntimeError, match="no plots"):
-        write_outputs(outcome(finished(case("single"), 1.0)), tmp_path)
-    assert len(EvaluationOutcome.read(tmp_path).rounds) == 1
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == whole_page()
 
 
 def test_readme_table_goes_between_the_comments(tmp_path: Path) -> None:

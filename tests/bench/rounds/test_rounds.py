@@ -18,6 +18,8 @@ import pytest
 
 from bench.errors import BenchError
 from bench.evaluation.journal import Journal
+from bench.evaluation.outcome import EvaluationOutcome
+from bench.hosts.hosts import ThisHost
 from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import RealHosts
 from bench.launch.processes import Command, Ended, run_together
@@ -120,7 +122,7 @@ def test_a_run_that_is_terminated_while_it_starts_a_process_ends_it(tmp_path: Pa
 
 
 def test_workers_and_servers_know_each_others_addresses(tmp_path: Path) -> None:
-    commands = Placement(None, 2).commands(SYSTEMS["tf-ps"], ["python", "-m"], tmp_path)
+    commands = Placement(ThisHost(), 2).commands(SYSTEMS["tf-ps"], ["python", "-m"], tmp_path)
     assert [command.name for command in commands] == ["chief-0", "worker-0", "worker-1", "ps-0"]
     told = [json.loads(command.environment["TF_CONFIG"]) for command in commands]
     assert all(each["cluster"] == told[0]["cluster"] for each in told)
@@ -161,7 +163,9 @@ def test_over_ssh_workers_get_the_variables_that_mpirun_exports(
 
 
 def test_horovodrun_starts_ranks_on_this_host_over_gloo(tmp_path: Path) -> None:
-    (command,) = Placement(None, 2).commands(SYSTEMS["horovod-gloo"], ["/venv/bin/python", "-m"], tmp_path)
+    (command,) = Placement(ThisHost(), 2).commands(
+        SYSTEMS["horovod-gloo"], ["/venv/bin/python", "-m"], tmp_path
+    )
     assert list(command.line) == [
         *("/venv/bin/horovodrun", "--gloo", "-np", "2", "-H", "localhost:2"),
         *("/venv/bin/python", "-m", "bench.rounds.rank_process", str(tmp_path)),
@@ -169,14 +173,8 @@ def test_horovodrun_starts_ranks_on_this_host_over_gloo(tmp_path: Path) -> None:
 
 
 def test_plain_tcp_is_skipped_on_one_host() -> None:
-    round_ = run_round(Case("single-beside-tcp", "one host", 2, Task("digits", 8)), 0, None, 10)
+    round_ = run_round(Case("single-beside-tcp", "one host", 2, Task("digits", 8)), 0, ThisHost(), 10)
     assert round_.skipped.endswith("wants steps, not epochs, and several hosts")
-
-
-def test_readings_are_interpolated() -> None:
-    readings = [meter.Reading(10.0, 1.0, 100, 1000), meter.Reading(12.0, 2.0, 300, 3000)]
-    assert meter.at(readings, 10.5) == meter.Reading(10.5, 1.25, 300, 1500)
-    assert meter.at(readings, 99.0).cpu_s == 2.0
 
 
 def test_bytes_of_a_bond_or_a_bridge_are_counted_once(
@@ -221,7 +219,7 @@ def test_time_for_evaluation_is_not_part_of_the_timed_steps() -> None:
     ("task", "received"),
     [
         (Task("resnet51", 8), "workload='resnet51'"),
-        (Task("inceptionv3", 8, pixels=64), "pixels=64"),
+        (Task("vgg16", 8, pixels=16), "pixels=16"),
         (Task("resnet50", 8, epochs=2), "workload='resnet50'"),
         (Task("digits", 0), "batch=0"),
         (Task("digits", 8, shares=(8, 0)), r"shares=\(8, 0\)"),
@@ -247,15 +245,15 @@ def test_step_times_that_are_not_finite_are_an_error_and_the_journal_stays_reada
 
     monkeypatch.setattr("bench.rounds.round.run_together", end)
     monkeypatch.setattr("bench.systems.System.missing", lambda self, python: "")
-    round_ = run_round(Case("single", "c", 1, Task("digits", 8)), 0, None, 10)
+    round_ = run_round(Case("single", "c", 1, Task("digits", 8)), 0, ThisHost(), 10)
     assert "A rank's steps should be finite seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
     journal = Journal(tmp_path, outcome().setting)
     journal.add_round(round_)
-    assert Journal.kept_in(tmp_path) == journal.outcome
+    assert EvaluationOutcome.read(tmp_path) == journal.outcome
 
 
 def test_an_unknown_system_is_an_error_of_the_round() -> None:
-    round_ = run_round(Case("caffe", "c", 1, Task("digits", 8)), 0, None, 10)
+    round_ = run_round(Case("caffe", "c", 1, Task("digits", 8)), 0, ThisHost(), 10)
     assert "Received: 'caffe'" in round_.error
 
 
@@ -263,7 +261,7 @@ def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> No
     python = tmp_path / "python"  # without any packages
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python.chmod(0o755)
-    round_ = run_round(Case("horovod", "c", 1, Task("digits", 8)), 0, None, 10, python=str(python))
+    round_ = run_round(Case("horovod", "c", 1, Task("digits", 8)), 0, ThisHost(), 10, python=str(python))
     assert not round_.ok
     assert "horovod" in round_.skipped
     assert "make peers" in round_.skipped

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.cluster.spec import ClusterSpec, HostSpec
+from bench.hosts.hosts import ThisHost
 from bench.hosts.process_placement import Placement
 from bench.rounds.job import RankJob
 from bench.rounds.record import Task
@@ -58,7 +59,7 @@ def test_local_ranks_are_counted_on_each_host() -> None:
     spec = ClusterSpec((HostSpec("a", slots=2), HostSpec("b"), HostSpec("c", slots=2)))
     placement = Placement(SimpleNamespace(spec=spec), 4)  # type: ignore[arg-type]
     assert placement.local_ranks_and_sizes == [(0, 2), (1, 2), (0, 1), (0, 1)]
-    assert Placement(None, 2).local_ranks_and_sizes == [(0, 2), (1, 2)]
+    assert Placement(ThisHost(), 2).local_ranks_and_sizes == [(0, 2), (1, 2)]
 
 
 def test_a_rank_uses_only_the_gpu_of_its_local_rank_and_lets_its_memory_grow(

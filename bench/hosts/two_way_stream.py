@@ -1,4 +1,4 @@
-"""A TCP stream both ways between two processes, which link_rate runs in two hosts."""
+"""A TCP stream both ways between two processes, which links.py runs on two hosts."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def serve(port: int, seconds: float) -> None:
             connection.sendall(json.dumps(rate).encode())
 
 
-def measure(host: str, port: int, seconds: float) -> dict[str, float]:
+def measure(host: str, port: int, seconds: float) -> tuple[float, float]:
     """Stream with the server at `host`. Return the rates that arrived there and here."""
     with socket.create_connection((host, port), timeout=30) as connection:
         connection.settimeout(None)
         here = stream(connection, seconds)
     with socket.create_connection((host, port), timeout=30) as connection:
         there = json.loads(connection.makefile().read())
-    return {"forward_bits_per_s": there, "backward_bits_per_s": here}
+    return there, here
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""bench.pipelines: its figures by hand, what it runs, its arguments."""
+"""bench.pipeline: its figures by hand, what it runs, its arguments."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench import pipelines
-from bench.pipeline.report import MeasuredPlan, PipelineReport
+from bench.errors import BenchError
+from bench.hosts import rank_benchmark
+from bench.hosts.hosts import ThisHost
+from bench.pipeline import __main__ as pipeline
+from bench.pipeline.report import MeasuredPlan, PipelineReport, summary
 
 
 def report(
@@ -28,29 +31,28 @@ def report(
 
 
 def test_figures_by_hand() -> None:
-    text = pipelines.summary(
+    text = summary(
         {
             "a": report((2.0, 2.0), (8.0, 4.0), bound_s=1.6),
             "b": report((3.0, 2.0), (1.0, 1.0), (9.0, 9.0), (6.0, 6.5)),
         }
     )
     rows = [line.split() for line in text.splitlines()]
-    assert rows[1] == ["a", "8", "2", "s", "1.00", "1.25", "8", "s", "2.00", "75", "%"]
-    assert rows[2] == ["b", "8", "3", "s", "1.50", "6", "s", "0.92", "50", "%"]
+    assert rows[1] == ["a", "8", "2", "s", "1.00", "1.25", "8", "s", "75%"]
+    assert rows[2] == ["b", "8", "3", "s", "1.50", "6", "s", "50%"]
     assert "greedy plans within 10% of the simulation: 1 of 2" in text
     assert "all plans within 10% of the simulation: 4 of 6" in text
     assert "62% less time (arithmetic mean), 2.83x (geometric mean), worst 2.00x" in text
 
 
 def test_other_placements_have_their_own_columns() -> None:
-    """Only greedy is compared with random and with even."""
     whole = report((2.0, 2.0), (8.0, 4.0))
     even = MeasuredPlan("even", 2, [[3.0]], 4.0)
     greedy, random = whole.cases
-    text = pipelines.summary({"a": replace(whole, cases=(greedy, even, random)), "b": report((1.0, 1.0))})
+    text = summary({"a": replace(whole, cases=(greedy, even, random)), "b": report((1.0, 1.0))})
     rows = [line.split() for line in text.splitlines()]
-    assert rows[0][-2:] == ["saved", "even"]
-    assert rows[1] == ["a", "8", "2", "s", "1.00", "8", "s", "2.00", "75", "%", "3", "s"]
+    assert rows[0][-4:] == ["even", "saved", "random", "saved"]
+    assert rows[1] == ["a", "8", "2", "s", "1.00", "3", "s", "33%", "8", "s", "75%"]
     assert rows[2] == ["b", "8", "1", "s", "1.00"]
     assert "greedy against random: 75% less time" in text
     assert "greedy against even: 33% less time (arithmetic mean), 1.50x" in text
@@ -63,7 +65,7 @@ def test_the_chosen_plan_is_compared_with_the_fastest() -> None:
         replace(one, cases=(*one.cases, MeasuredPlan("chosen", 2, [[step_s]], step_s)))
         for one, step_s in ((report((2.0, 2.0)), 2.5), (report((2.0, 2.0)), 1.0))
     )
-    text = pipelines.summary({"a": slower, "b": faster})
+    text = summary({"a": slower, "b": faster})
     assert "within 3% of the fastest one measured: 1 of 2; 1.118x (geometric mean), worst 1.250x" in text
 
 
@@ -72,65 +74,62 @@ def test_cases_with_a_file_are_not_run_again(
 ) -> None:
     started = []
 
-    def measure(words: list[str]) -> int:
-        started.append(words[words.index("--model") + 1])
+    def measure(options: object, cluster: str, model: str) -> PipelineReport:
+        started.append(model)
         if started == ["resnet50", "vgg16", "vgg16"]:
             raise OSError("no space left")
-        if started[-1] == "vgg16":
-            return 1
-        Path(words[-1]).write_text(report((1.0, 1.0), (2.0, 2.0)).to_json())
-        return 0
+        if model == "vgg16":
+            raise BenchError("the ranks failed")
+        return report((1.0, 1.0), (2.0, 2.0))
 
-    monkeypatch.setattr(pipelines.pipeline, "main", measure)
+    monkeypatch.setattr(pipeline, "_measured", measure)
     arguments = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "resnet50,vgg16"]
-    assert pipelines.main(arguments) == 1
-    assert "not measured: vgg16 on slow-cpu" in capsys.readouterr().err
-    assert pipelines.main(arguments) == 1
+    for says in ("the ranks failed", "no space left"):
+        assert pipeline.main(arguments) == 1
+        said = capsys.readouterr()
+        assert says in said.err
+        assert "not measured: slow-cpu-vgg16" in said.err
+        assert "slow-cpu-resnet50" in said.out
     assert started == ["resnet50", "vgg16", "vgg16"]
-    assert "slow-cpu-resnet50" in capsys.readouterr().out
 
 
-def test_arguments_are_passed_to_bench_pipeline(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_options_reach_the_ranks_and_an_interrupt_ends_all_cases(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     given = []
 
-    def drive(arguments: Any, words: list[str]) -> None:
+    def hosts_of(cluster: str, hosts: None) -> ThisHost:
+        given.append(cluster)
+        return ThisHost()
+
+    def run_on_ranks(worker: str, arguments: Any, hosts: ThisHost, options: Any) -> None:
         given.append(arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipelines.pipeline, "_drive", drive)
-    words = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "transformer", "--steps", "5"]
-    words += ["--methods", "greedy,even"]
-    assert pipelines.main(words) == 130
-    (case,) = given
-    assert (case.spec.name, case.model, case.pixels, case.steps) == ("slow-cpu.toml", "transformer", 128, 5)
-    assert case.methods == "greedy,even"
-    assert case.json == tmp_path / "slow-cpu-transformer.json"
-
-
-def test_an_interrupt_ends_all_cases(tmp_path: Path, monkeypatch: Any) -> None:
-    started = []
-
-    def interrupt(arguments: object, words: list[str]) -> None:
-        started.append(words)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pipelines.pipeline, "_drive", interrupt)
-    assert pipelines.main(["--out", str(tmp_path), "--clusters", "slow-cpu"]) == 130
-    assert len(started) == 1
+    monkeypatch.setattr(rank_benchmark, "hosts_of", hosts_of)
+    monkeypatch.setattr(rank_benchmark, "run_on_ranks", run_on_ranks)
+    words = ["--out", str(tmp_path), "--clusters", "slow-cpu,2x1gbit", "--models", "transformer"]
+    assert pipeline.main([*words, "--steps", "5", "--methods", "greedy,even"]) == 130
+    cluster, arguments = given
+    assert (cluster, arguments["where"]) == ("slow-cpu", "plain loopback, links without limit")
+    assert (arguments["task"].workload, arguments["task"].pixels) == ("transformer", 128)
+    assert (arguments["options"].steps, arguments["options"].methods) == (5, ("greedy", "even"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--models", "resnet50,foo"], "some of resnet50, vgg16, transformer. Received: 'foo'"),
-        (["--clusters", "foo"], "should name files in .*Received: 'foo'"),
-        (["--methods", "even,random"], "should begin with greedy: .*Received: 'even,random'"),
+        (["--clusters", "foo"], "A cluster should be .*Received: 'foo'"),
+        (["--methods", "greedy,foo"], "some of chosen, .*Received: 'greedy,foo'"),
+        (["--batch", "0"], "must be at least 1. Received: Task"),
+        (["--methods", "even,random"], "should be greedy, .*Received: 'even,random'"),
     ],
 )
 def test_wrong_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        pipelines.main(["--out", str(tmp_path), *arguments])
+        pipeline.main(["--out", str(tmp_path), *arguments])
     found = capsys.readouterr().err
     assert re.search(says, found)

@@ -1,0 +1,122 @@
+"""Hosts on which benchmarks start ranks and commands: what all kinds have in common, and this host alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from bench.cluster.spec import ClusterSpec
+from bench.errors import BenchError
+from bench.launch import mpirun
+from hvpipe.commands.hosts import HostSlots
+
+FIRST_PORT = 20100  # of those that are used on a host, virtual or real
+
+
+@dataclass(frozen=True)
+class HostList:
+    """Hosts without limits in the form of a ClusterSpec, and a description of them."""
+
+    hosts: tuple[HostSlots, ...]
+    described: str
+    slowest_rate_bits_per_s: None = None
+
+    @property
+    def slots(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+    def describe(self) -> str:
+        return self.described
+
+
+class Hosts(ABC):
+    """Starts ranks and commands on hosts, which are up inside its `with` block."""
+
+    spec: ClusterSpec | HostList
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    @abstractmethod
+    def host_command(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return the line that runs a command on a host."""
+
+    @abstractmethod
+    def mpirun_command(self, ranks: int, command: Sequence[str], export: Sequence[str] = ()) -> list[str]:
+        """Return the line that starts a command on ranks, slot by slot. They get the variables `export`."""
+
+    @abstractmethod
+    def addresses(self, hosts: Sequence[int]) -> list[str]:
+        """Return "host:port" for each process on the hosts of these numbers."""
+
+    @abstractmethod
+    def cores_of_rank(self) -> float:
+        """Return the cores of each rank on the host that has fewest."""
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """A folder that all hosts see; None if any folder of this machine does."""
+        return None
+
+    def execute(
+        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host to its end and return its output as text."""
+        return mpirun.run(self.host_command(host, command), timeout_s=timeout_s)
+
+    def run(
+        self,
+        ranks: int,
+        command: Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        capture: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on `ranks` ranks to its end. Every rank gets `env`."""
+        line = self.mpirun_command(ranks, command, tuple(env or ()))
+        return mpirun.run(line, timeout_s=timeout_s, env=env, capture=capture)
+
+
+class ThisHost(Hosts):
+    """This host alone, without limits."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.spec = HostList((HostSlots("localhost", ranks),), "plain loopback, links without limit")
+
+    def host_command(self, host: str, command: Sequence[str]) -> list[str]:
+        return list(command)
+
+    def mpirun_command(self, ranks: int, command: Sequence[str], export: Sequence[str] = ()) -> list[str]:
+        return mpirun.line(ranks, command, yields=mpirun.crowded(ranks))
+
+    def addresses(self, hosts: Sequence[int]) -> list[str]:
+        return [f"127.0.0.1:{port}" for port in _free_ports(len(hosts))]
+
+    def cores_of_rank(self) -> float:
+        return (os.cpu_count() or 1) / self.spec.slots
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return free ports below the range that the kernel assigns, so that they stay free until used."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise BenchError(f"There must be {count} free ports from 20000 to 32000. Received: {len(found)}")
