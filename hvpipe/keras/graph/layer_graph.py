@@ -190,11 +190,13 @@ def layer_graph(model: Any) -> LayerGraph:
 def _with_running_masks(graph: LayerGraph) -> LayerGraph:
     """Return the graph with the masks that tensors have when the model runs.
 
-    Keras's description of the model does not know of deleted masks (`LayerGraph.mask_ends`), nor that layers
-    after them make none.
+    Keras's description of the model does not know of deleted masks (`LayerGraph.mask_ends`), nor of masks
+    that a layer sets, or passes on to layers inside it, only when it runs.
     """
     ends = graph.mask_ends()
-    if not any(graph.tensors[number].mask_shape for number in ends):
+    if not any(graph.tensors[number].mask_shape for number in ends) and not any(
+        _may_hide_masks(call.operation) for call in graph.calls
+    ):
         return graph
     masks = {
         number: keras.KerasTensor(spec.mask_shape, "bool")
@@ -202,31 +204,64 @@ def _with_running_masks(graph: LayerGraph) -> LayerGraph:
         if spec.mask_shape is not None
     }
     for index, call in enumerate(graph.calls):
-        known, lost = {}, False
+        known, changed = {}, False
         for number, key in call.reads:
             spec = graph.tensors[number]
             known[key] = keras.KerasTensor(spec.shape, spec.dtype)
             mask = masks.get(number) if index <= ends.get(number, index) else None
             compat.set_keras_mask(known[key], mask)
-            lost |= mask is None and spec.mask_shape is not None
-        if not lost or functional_of(call.operation) is not None:
-            continue
-        made = [None] * len(call.writes)
-        if getattr(call.operation, "supports_masking", False):
-            args, kwargs = call.arguments.fill_in(known)
-            first = args[0] if args else next(iter(kwargs.values()))
-            before = keras.tree.map_structure(compat.get_keras_mask, first)
-            made = keras.tree.flatten(call.operation.compute_mask(first, before))
-        for (number, _), mask in zip(call.writes, made, strict=False):
-            if mask is None:
-                masks.pop(number, None)
+            changed |= (mask is None) != (spec.mask_shape is None)
+        if _may_hide_masks(call.operation):
+            made = _masks_when_run(call, [known[key] for _, key in call.reads])
+        else:
+            made = _masks_by_layer(call, known) if changed else None
+        for (number, _), mask in zip(call.writes, made or (), strict=False):
+            masks.pop(number, None)
+            if mask is not None:
+                masks[number] = mask
     return replace(
         graph,
         tensors=tuple(
-            spec if number in masks else replace(spec, mask_shape=None)
+            replace(spec, mask_shape=tuple(masks[number].shape) if number in masks else None)
             for number, spec in enumerate(graph.tensors)
         ),
     )
+
+
+def _may_hide_masks(operation: Any) -> bool:
+    """Return whether a layer's outputs may have masks only when it runs."""
+    reversible = getattr(keras.layers, "ReversibleEmbedding", ())
+    return isinstance(operation, keras.Layer) and (
+        not _is_known(operation) or functional_of(operation) is not None or isinstance(operation, reversible)
+    )
+
+
+def _masks_by_layer(call: Call, known: Mapping[int, Any]) -> list[Any]:
+    """Return what a layer's `compute_mask` makes of these inputs, by the id of KerasTensors."""
+    if not getattr(call.operation, "supports_masking", False):
+        return [None] * len(call.writes)
+    args, kwargs = call.arguments.fill_in(known)
+    first = args[0] if args else next(iter(kwargs.values()))
+    before = keras.tree.map_structure(compat.get_keras_mask, first)
+    made = keras.tree.flatten(call.operation.compute_mask(first, before))
+    return made if len(made) == len(call.writes) else [None] * len(call.writes)
+
+
+def _masks_when_run(call: Call, reads: Sequence[Any]) -> list[Any] | None:
+    """Run a call on symbols, and return the masks of its outputs; None if it cannot run on symbols."""
+
+    def run(values: Sequence[Any], masks: Sequence[Any]) -> list[Any]:
+        known = {}
+        for (number, _), value, mask in zip(call.reads, values, masks, strict=True):
+            if mask is not None:
+                compat.set_keras_mask(value, mask)
+            known[number] = value
+        return [compat.get_keras_mask(x) for x in call(known, training=False)]
+
+    try:
+        return list(compat.compute_output_spec(run, reads, [compat.get_keras_mask(x) for x in reads]))
+    except Exception:  # what Keras said when the model was made counts
+        return None
 
 
 def _with_folded(graph: LayerGraph) -> LayerGraph:

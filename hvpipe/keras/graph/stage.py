@@ -179,7 +179,10 @@ class StageFunctions:
                 losses.extend(map(self._summed, added_losses(call.operation)))
         found = [masks[wire.number] if wire.mask else known[wire.number] for wire in cut.outputs]
         for wire, value in zip(cut.outputs, found, strict=True):
+            self._check_mask(wire.number, masks.get(wire.number))
             self._check_dtype(wire, value)
+        for number in graph.outputs if self._last else ():
+            self._check_mask(number, masks.get(number))
         results = [known[number] for number in graph.outputs] if self._last else []
         for number in self._mask_ends.keys() & set(graph.outputs if self._last else ()):
             compat.set_keras_mask(known[number], None)
@@ -231,6 +234,18 @@ class StageFunctions:
         count = tf.shape(tensor)[0] if self._samples_here is None else self._samples_here
         samples = tf.cast(count, self.loss_dtype)
         return tf.cast(samples / tf.cast(self._samples, self.loss_dtype), dtype)
+
+    def _check_mask(self, number: int, mask: Any) -> None:
+        """Raise HvpipeError if a tensor has a Keras mask, or has none, against what the graph says."""
+        graph = self._stages.graph
+        maker = graph.makers().get(number)
+        if maker is None or (mask is None) == (graph.tensors[number].mask_shape is None):
+            return
+        raise HvpipeError(
+            "Whether a layer's output has a mask should be known before it runs, because masks go from rank "
+            f"to rank, too. Let {graph.calls[maker].name} set supports_masking, and return its output's mask "
+            f"in compute_mask. Received: {'no mask' if mask is None else 'a mask'} when it ran"
+        )
 
     def _check_dtype(self, wire: Wire, value: Any) -> None:
         """Raise HvpipeError if an output's dtype differs from Keras's spec, which its users rely on."""

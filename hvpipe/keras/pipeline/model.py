@@ -42,6 +42,7 @@ from hvpipe.keras.pipeline.model_checks import (
     check_open_batch_size,
     check_real_wires,
     check_text_inputs,
+    check_time_distributed,
 )
 from hvpipe.keras.pipeline.on_all_ranks import ending_all
 from hvpipe.keras.pipeline.optimizer_settings import check_optimizer, check_same_optimizer, learning_rate_of
@@ -136,6 +137,7 @@ def pipeline_parallel(
     graph = layer_graph(model)
     check_no_own_steps(model)
     check_open_batch_size(graph)
+    check_time_distributed(graph)
     check_dense_inputs(functional_of(model))
     options = PipelineOptions(stages, replicas, microbatches, schedule, chunks, recompute, profile, cluster)
     plan, ranks = plan_for(session, graph, options)

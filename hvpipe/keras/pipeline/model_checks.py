@@ -38,6 +38,22 @@ def check_open_batch_size(graph: LayerGraph) -> None:
         )
 
 
+def check_time_distributed(graph: LayerGraph) -> None:
+    """Raise HvpipeError if a TimeDistributed layer reads tensors whose number of time steps is open.
+
+    Keras 3.15 runs it once per sample then, not once per time step.
+    """
+    for call in graph.calls:
+        shapes = [graph.tensors[number].shape for number, _ in call.reads]
+        is_open = any(shape[1:2] == (None,) for shape in shapes)
+        if is_open and isinstance(call.operation, keras.layers.TimeDistributed):
+            raise HvpipeError(
+                "In a pipeline a TimeDistributed layer needs a fixed number of time steps: give it to "
+                "keras.Input, or call the inner layer itself if it works on the last axes, as Dense does. "
+                f"Received: {call.name} on a tensor of shape {shapes[0]}"
+            )
+
+
 def check_dense_inputs(model: Any) -> None:
     """Raise HvpipeError for inputs that may be missing, or sparse: micro-batches are slices of tensors."""
     for layer in model.layers:

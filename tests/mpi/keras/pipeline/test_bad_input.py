@@ -80,6 +80,12 @@ def of_a_fixed_batch() -> keras.Model:
     return keras.Sequential([keras.Input(batch_shape=(8, 12)), *(keras.layers.Dense(4) for _ in range(4))])
 
 
+def over_open_times() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((None, 3)), keras.layers.TimeDistributed(keras.layers.Dense(4)), keras.layers.LSTM(4)]
+    )
+
+
 @pytest.mark.parametrize(
     ("build", "options", "says"),
     [
@@ -104,6 +110,7 @@ def of_a_fixed_batch() -> keras.Model:
         (3, {}, r"needs a Keras model or a function"),
         (functools.partial(with_an_input, optional=True), {}, r"'maybe' with optional=True"),
         (functools.partial(with_an_input, sparse=True), {}, r"'maybe' with sparse=True"),
+        (over_open_times, {}, r"fixed number of time steps.* Received: time_distributed on .*None, None, 3"),
         (of_a_fixed_batch, {}, r"without batch_shape. Received: an input of shape \(8, 12\)"),
     ],
 )

@@ -50,6 +50,48 @@ def check_equal(found: tuple[History, History]) -> None:
         np.testing.assert_allclose(found[1][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+class Hidden(layers.Layer):
+    """Embeds tokens. Its output has a mask, of which Keras hears only when the layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers.Embedding(20, 6, mask_zero=True)
+
+    def build(self, shape: Any) -> None:
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def masked_when_run(kind: str) -> keras.Model:
+    """Build a model whose second half reads a mask that its description does not have."""
+    tokens = keras.Input((7,), dtype="int32")
+    if kind == "nested model":
+        inner = keras.Input((7, 6))
+        nested = keras.Model(inner, layers.Dense(6)(layers.GRU(6, return_sequences=True)(inner)))
+        x = nested(layers.Embedding(20, 6, mask_zero=True)(tokens))
+    else:
+        x = layers.Dense(6)(Hidden()(tokens))
+    x = layers.LSTM(6, return_sequences=True)(x)
+    return keras.Model(tokens, layers.Dense(4)(layers.Dense(6, activation="tanh")(x)))
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not support masking")  # its inner layers do
+@pytest.mark.parametrize("kind", ["nested model", "own layer"])
+def test_masks_that_layers_make_when_they_run(kind: str) -> None:
+    numbers = np.random.default_rng(5)
+    x = numbers.integers(1, 20, (24, 7)) * (np.arange(7) < numbers.integers(1, 8, 24)[:, None])
+    y = numbers.integers(0, 4, (24, 7))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def fit(model: Any) -> Any:
+        history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        return history | {"outputs": model.predict(x, batch_size=8, verbose=0).ravel().tolist()}
+
+    check_equal(told(functools.partial(masked_when_run, kind), fit, {"microbatches": 4}, loss=loss))
+
+
 def test_a_sum_loss_covers_the_whole_batch() -> None:
     x, _ = batches(mlp, 21)
     y = x[:, :1]
