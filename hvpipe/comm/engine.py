@@ -64,6 +64,7 @@ class Engine:
         self._earlier_events: list[tuple[str, str, float, float]] = []  # of engines before a loss of ranks
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._recorded_steps = 0
+        self._waited_s = 0.0  # in pipelines; data_parallel counts in C++
         self._settings = settings
         self._counted: Counter[str] = Counter()  # by engines before this one, which lost ranks
         self._own_requests = 0
@@ -451,6 +452,7 @@ class Engine:
         totals.update({} if self.core is None else self.core.counters())
         found: dict[str, float] = dict(totals)
         found |= {f"{category}_s": seconds for category, seconds in self._recorded_s.items()}
+        found["exposed_wait_s"] = found.get("exposed_wait_s", 0.0) + self._waited_s
         found["bytes_sent"] = found.get("network_bytes_sent", 0) + found.get("shared_memory_bytes", 0)
         return found
 
@@ -478,6 +480,12 @@ class Engine:
                 self.core.end_first_steps()
         if self._traced and self.core is not None:
             self.core.log(category, name, start_s, end_s)
+
+    def wait(self, request: Any) -> None:
+        """Wait for a request in a step of training; the counter `exposed_wait_s` has the time."""
+        start_s = time.perf_counter()
+        request.wait()
+        self._waited_s += time.perf_counter() - start_s
 
     def lose_ranks(self, why: str) -> None:
         """End all communication, because ranks are lost. Any thread may call."""

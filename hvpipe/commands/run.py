@@ -71,9 +71,12 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.verbose and not options.dry_run:
         launch_options.start(spec, settings, environ, dry_run=True)
     supervised = restarts.Restarting(options, join.Places(spec.ranks, spec.hosts), spec.mpirun.family)
+    before = _written(settings)
     while True:
         code = launch_options.start(spec, settings, environ, dry_run=options.dry_run, supervised=supervised)
         if not supervised.joined:
+            if code != 0 and not options.dry_run:
+                _tell_of_missing(settings, before)
             return code
         try:
             spec = supervised.places.of(spec)
@@ -82,6 +85,24 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             supervised.places = join.Places(spec.ranks, spec.hosts)
         spec = replace(spec, command=rank_output.appending(spec.command))
         print(f"hvpipe run: the job goes on with {supervised.places}.", file=sys.stderr, flush=True)
+
+
+def _written(settings: Mapping[str, str]) -> dict[str, int]:
+    """Return when the trace and the utilization file were last written, by path; 0: never."""
+    paths = [settings[name] for name in ("HVPIPE_TRACE", "HVPIPE_UTILIZATION") if name in settings]
+    return {path: os.stat(path).st_mtime_ns if os.path.exists(path) else 0 for path in paths}
+
+
+def _tell_of_missing(settings: Mapping[str, str], before: Mapping[str, int]) -> None:
+    """Say which files a job that was interrupted, or failed, has not written."""
+    for path, time_ns in _written(settings).items():
+        if time_ns == before[path]:
+            print(
+                f"hvpipe run: {path} is not written: the ranks write it together at their end, and this job "
+                "was interrupted or failed. Train fewer steps to see where their time goes.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:

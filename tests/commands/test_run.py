@@ -47,6 +47,17 @@ def test_ranks_get_their_arguments(size: int, tmp_path: Path) -> None:
     assert said == [f"rank {rank} of {size} ['--epochs', '7']" for rank in range(size)]
 
 
+def test_a_failed_job_says_which_files_are_missing(tmp_path: Path) -> None:
+    """An earlier job has written one of the two."""
+    trace, utilization = tmp_path / "trace.json", tmp_path / "utilization.json"
+    utilization.write_text("[]")
+    script = "import os, hvpipe\nhvpipe.init()\nos._exit(3)"
+    result = hvpipe_run(tmp_path, script, "--trace", str(trace), "--utilization", str(utilization))
+    assert result.returncode == 3, result.describe()
+    for path in (trace, utilization):
+        assert f"{path} is not written: the ranks write it together" in result.output, result.describe()
+
+
 @pytest.mark.parametrize(
     ("ending", "code"),
     [

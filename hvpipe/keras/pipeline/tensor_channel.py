@@ -134,7 +134,8 @@ class TensorChannel:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if self._device is None:
             vector = np.concatenate([np.asarray(t, dtype.as_numpy_dtype).reshape(-1) for t in tensors])
-            return PendingSum(self._engine.group_allreduce(group, vector, what), shapes, lambda: vector)
+            request = self._engine.group_allreduce(group, vector, what)
+            return PendingSum(self._engine, request, shapes, lambda: vector)
         count = sum(map(math.prod, shapes))
         with tf.device(self._device):
             summand = tf.concat([tf.reshape(tf.cast(tensor, dtype), [-1]) for tensor in tensors], 0)
@@ -145,7 +146,7 @@ class TensorChannel:
             with tf.device(self._device):
                 return ops.take_message(request.number, [count], dtype)
 
-        return PendingSum(request, shapes, take)
+        return PendingSum(self._engine, request, shapes, take)
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
@@ -199,12 +200,12 @@ class PendingTensor:
         """Wait for the tensor and return it."""
         shape = self._shape
         if shape is None:
-            self._header.wait()
+            self._engine.wait(self._header)
             header = self._header.arrived().view(np.int64)
             shape = [int(axis) for axis in header[1 : 1 + int(header[0])]]
             self._data = self._post(shape)
         assert self._data is not None
-        self._data.wait()
+        self._engine.wait(self._data)
         if self._device is not None:
             with tf.device(self._device):
                 return ops.take_message(self._data.number, shape, self._dtype)
@@ -220,15 +221,18 @@ class PendingTensor:
 class PendingSum:
     """Sums over a group's ranks, on their way in one vector."""
 
-    def __init__(self, request: Any, shapes: Sequence[tuple[int, ...]], take: Callable[[], Any]) -> None:
+    def __init__(
+        self, engine: Any, request: Any, shapes: Sequence[tuple[int, ...]], take: Callable[[], Any]
+    ) -> None:
         """`take` returns the vector once the request has ended."""
+        self._engine = engine
         self._request = request
         self._shapes = shapes
         self._take = take
 
     def wait(self) -> list[Any]:
         """Wait for the sums and return them, in the order of the tensors."""
-        self._request.wait()
+        self._engine.wait(self._request)
         parts = tf.split(self._take(), [math.prod(shape) for shape in self._shapes])
         return [tf.reshape(part, shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
