@@ -52,7 +52,8 @@ def test_a_failed_job_says_which_files_are_missing(tmp_path: Path) -> None:
     trace, utilization = tmp_path / "trace.json", tmp_path / "utilization.json"
     utilization.write_text("[]")
     script = "import os, hvpipe\nhvpipe.init()\nos._exit(3)"
-    result = hvpipe_run(tmp_path, script, "--trace", str(trace), "--utilization", str(utilization))
+    files = ("--trace", str(trace), "--utilization", str(utilization))
+    result = hvpipe_run(tmp_path, script, "-np", "2", *files)
     assert result.returncode == 3, result.describe()
     for path in (trace, utilization):
         assert f"{path} is not written: the ranks write it together" in result.output, result.describe()
