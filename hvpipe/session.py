@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, print_with_rank
+from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, in_one_line, print_with_rank
 from hvpipe.comm.discover import discover
 from hvpipe.comm.flight_record import (
     end_record,
@@ -412,7 +412,7 @@ def shutdown() -> None:
             return
         if session.world.size == 1:
             raise
-        tell_recorder(f"{type(error).__name__}: {error}".removesuffix(": "))
+        tell_recorder(in_one_line(error))
         # At exit Python would print the exception and continue, and the peers would wait.
         print_with_rank(session.world, traceback.format_exc())
         session.world.abort(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from types import TracebackType
@@ -14,10 +15,28 @@ from hvpipe.comm.settings import job_folder
 from hvpipe.comm.world import StartedWorld, World, started_world
 
 
+# How lines begin that say where an error happened.
+_PLACES = ("Detected at node", "Stack trace", "Traceback")
+
+
 def abort_on_uncaught_errors() -> None:
     """Install the hook that ends all ranks after an uncaught exception. Another call does nothing."""
     if not isinstance(sys.excepthook, _AbortAllRanks):
         sys.excepthook = _AbortAllRanks()
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the kind of an error and the line of its text that says what is wrong.
+
+    TensorFlow and Keras begin with where an error happened ("Graph execution error:"), and say what in a
+    later paragraph.
+    """
+    plain = re.sub(r"\x1b\[[\d;]*m", "", str(error))
+    lines = [line for line in plain.splitlines() if line and not line[0].isspace() and line[0] not in "<{"]
+    first, *rest = lines or [""]
+    if first.endswith(":") or first.startswith("Exception encountered when calling"):
+        first = " ".join([first, *[line for line in rest if not line.startswith(_PLACES)][:1]])
+    return f"{type(error).__name__}: {first}".removesuffix(": ").removesuffix(".")
 
 
 def print_with_rank(world: World | StartedWorld, text: str) -> None:
@@ -34,7 +53,7 @@ def _tell_launcher(world: World | StartedWorld, text: str) -> None:
     """Tell `hvpipe run` why this rank fails, and that the launcher should end now."""
     folder = job_folder()
     if folder is not None:
-        tell_error(folder, world.rank, text.partition("\n")[0])
+        tell_error(folder, world.rank, text)
 
 
 class _AbortAllRanks:
@@ -57,7 +76,8 @@ class _AbortAllRanks:
             self._previous(kind, error, trace)
             world.abort(130)
         else:
-            tell_recorder(f"{kind.__name__}: {error}".removesuffix(": "))
-            _tell_launcher(world, f"{kind.__name__} on rank {world.rank}: {error}")
+            told = in_one_line(error)
+            tell_recorder(told)
+            _tell_launcher(world, f"{kind.__name__} on rank {world.rank}{told.removeprefix(kind.__name__)}")
             print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
             world.abort(1)
