@@ -14,7 +14,6 @@ from hvpipe.comm.job_folder import tell_error
 from hvpipe.comm.settings import job_folder
 from hvpipe.comm.world import StartedWorld, World, started_world
 
-
 # How lines begin that say where an error happened.
 _PLACES = ("Detected at node", "Stack trace", "Traceback")
 
