@@ -25,6 +25,16 @@ else:
 MOST = 1e18
 """The largest number in a file. Sums and quotients of such numbers stay finite."""
 
+_KINDS = {
+    "hvpipe-profile": "a profile of a model",
+    "hvpipe-cluster": "a cluster",
+    "hvpipe-plan": "a plan",
+    "hvpipe-plan-report": "a report of `hvpipe plan --json`",
+    "hvpipe-schedule": "a schedule",
+    "hvpipe-checkpoint": "a checkpoint's index",
+}
+"""What files of each format are."""
+
 NAME = "a printable text of 1 to 300 characters"
 
 
@@ -149,8 +159,14 @@ class Table:
             )
 
     def check_format(self, name: str, version: int) -> None:
-        """Refuse a document that is not `{"format": name, "version": version, ...}`."""
+        """Refuse all but `{"format": name, "version": version, ...}`. Call this before `allow`."""
         received = (self._fields.get("format"), self._fields.get("version"))
+        wanted, kind = _KINDS.get(name), self._kind()
+        if wanted is not None and kind is not None and kind != wanted:
+            named = "" if received[0] is None else f", with format={short(received[0])}"
+            raise HvpipeError(
+                f'{self.place} should be {wanted}, with "format": "{name}". Received: {kind}{named}'
+            )
         if received != (name, version):
             raise HvpipeError(
                 f'{self.place} should have "format": "{name}" and "version": {version}. '
@@ -164,6 +180,13 @@ class Table:
             yield
         except HvpipeError as error:
             raise error if self.place in str(error) else HvpipeError(f"{self.place}: {error}") from error
+
+    def _kind(self) -> str | None:
+        """Return the kind of file that this document is, if it says so; clusters in TOML have no format."""
+        named = self._fields.get("format")
+        if isinstance(named, str):
+            return _KINDS.get(named)
+        return _KINDS["hvpipe-cluster"] if named is None and "host" in self._fields else None
 
     def _prefix(self) -> str:
         return f"{self.place}." if ": " in self.place else f"{self.place}: "

@@ -171,14 +171,22 @@ def _stages_on(devices: int, pipelining: Pipelining) -> str:
 
 
 def say_missing(missing_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> str:
-    """Say how much memory each device lacks, and how much it needs."""
-    lacks = (
-        f"{name}: {amount(size)} missing of {amount(needed_bytes[name])}"
-        for name, size in missing_bytes.items()
-    )
-    return listed(lacks, "; ")
+    """Say how much memory each device that lacks some needs, and how much it may use."""
+
+    def lack(name: str) -> str:
+        needed, limit = needed_bytes[name], needed_bytes[name] - missing_bytes[name]
+        needs, has = amount(needed), amount(limit)
+        if needs == has:  # rounded, they would look equal
+            needs, has = f"{needed:,} bytes", f"{limit:,} bytes"
+        return f"{name}: needs {needs}, may use {has}"
+
+    return listed(map(lack, missing_bytes), "; ")
 
 
 def amount(size_bytes: int) -> str:
-    """Format a size in bytes for a message."""
-    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 1e5 else f"{size_bytes:,} bytes"
+    """Format a size in bytes for a message, with 4 digits and the unit that fits."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= 10 * unit or (unit > 1e3 and size_bytes >= unit):
+            scaled = size_bytes / unit
+            return f"{scaled:,.0f} {name}" if scaled >= 1000 else f"{scaled:.4g} {name}"
+    return f"{size_bytes:,} bytes"

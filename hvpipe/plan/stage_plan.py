@@ -168,10 +168,9 @@ class Plan:
                 not the one that the plan was made for.
         """
         if profile is not None and profile.fingerprint != self.profile_fingerprint:
-            ours = {name for stage in self.stages for name in stage.layers}
-            theirs = {layer.name for layer in profile.layers}
-            odd = sorted(ours ^ theirs)
-            what = f"layer {odd[0]!r} is in only one of them" if odd else "weights or edges differ"
+            ours = [name for stage in self.stages for name in stage.layers]
+            theirs = [layer.name for layer in profile.layers]
+            what = odd_layers("plan", ours, "profile", theirs) or "weights or edges differ"
             raise PlanError(
                 f"The profile should be of the model that was planned ({self.model or 'unnamed'}, "
                 f"{len(ours)} layers). Received: {profile.model or 'unnamed'}, {len(theirs)} layers; {what}"
@@ -262,6 +261,20 @@ class Plan:
             HvpipeError: If the file cannot be read or is not a plan; the message names file and field.
         """
         return Plan.from_json(read_document(path))
+
+
+def odd_layers(one: str, its_layers: Sequence[str], other: str, others_layers: Sequence[str]) -> str:
+    """Say which layers only one of two things has, such as a plan and a profile; "" if both have the same."""
+    found = []
+    for here, ours, there, theirs in (
+        (one, its_layers, other, others_layers),
+        (other, others_layers, one, its_layers),
+    ):
+        known = set(theirs)
+        if odd := [name for name in dict.fromkeys(ours) if name not in known]:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            found.append(f"the {here} has layer {odd[0]!r}{more}, which the {there} lacks")
+    return "; ".join(found)
 
 
 def _check_stages(stages: Sequence[Stage], pipelining: Pipelining, place: str) -> None:

@@ -363,9 +363,9 @@ class Cluster:
             HvpipeError: If a field is missing, unknown or out of range; the message names it.
         """
         table = document if isinstance(document, Table) else Table(document, place)
-        table.allow(("format", "version", "host", "link", "rack"))
         if table.has("format"):
             table.check_format(FORMAT, VERSION)
+        table.allow(("format", "version", "host", "link", "rack"))
         measured = [_measured_link(row) for row in table.tables("link")] if table.has("link") else []
         with table.named_in_errors():
             rows = table.tables("rack") if table.has("rack") else []

@@ -346,8 +346,8 @@ class Profile:
             HvpipeError: If a field is missing, unknown or out of range; the message names it.
         """
         table = document if isinstance(document, Table) else Table(document, place)
-        table.allow(("format", "version", "model", "batch_size", "layers", "edges"))
         table.check_format(FORMAT, VERSION)
+        table.allow(("format", "version", "model", "batch_size", "layers", "edges"))
         if not table.tables("layers"):
             raise HvpipeError(f"{table.place} should have at least one layer. Received: layers=[]")
         edges = [_edge(row) for row in table.tables("edges")]

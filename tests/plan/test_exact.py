@@ -74,7 +74,7 @@ def test_no_plan_is_better(profile: Profile, cluster: Cluster) -> None:
     for stages in (2, min(3, len(cluster.devices))):
         found = every_plan(profile, cluster, stages)
         if not found:
-            with pytest.raises(PlanError, match="missing"):
+            with pytest.raises(PlanError, match="may use"):
                 exact(profile, cluster, stages)
         else:
             assert exact(profile, cluster, stages).bottleneck_s == pytest.approx(min(found))
@@ -155,7 +155,7 @@ def test_no_moved_cut_of_thousands_of_layers_is_better() -> None:
         moved = [(names, run) for (names, _), run in zip(placement, runs, strict=True)]
         other = Plan.of(profile, cluster, moved, how, "")
         assert plan.bottleneck_s <= other.bottleneck_s * (1 + 1e-9)
-    with pytest.raises(PlanError, match="missing"):
+    with pytest.raises(PlanError, match="may use"):
         exact(long_chain(300), equal_cluster(5, memory_bytes=100), 5)
 
 

@@ -215,7 +215,7 @@ def test_a_shortage_is_explained_once_and_only_if_nothing_fits(monkeypatch: pyte
     candidate("hybrid", profile, equal_cluster(8, memory_bytes=20), how)
     assert asked == []
     refused = candidate("pipeline", profile, equal_cluster(8, memory_bytes=19), how).refused
-    assert "missing of 20 bytes" in refused
+    assert "needs 20 bytes, may use 19 bytes" in refused
     assert asked == [8]
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from zlib import crc32
 
 from hvpipe.errors import PlanError
 from hvpipe.keras.graph.layer_graph import LayerGraph
 from hvpipe.keras.graph.stage_cuts import Stages, cut_stages
 from hvpipe.keras.pipeline.rank_program import RankProgram
-from hvpipe.plan.stage_plan import Plan
+from hvpipe.plan.stage_plan import Plan, odd_layers
 from hvpipe.schedule.action import Action
 from hvpipe.schedule.plan_schedule import check_is_pipeline
 from hvpipe.schedule.schedule import Schedule
@@ -51,15 +49,18 @@ class Layout:
         if key not in self._programs:
             schedule_rank = self.ranks.index(world_rank)
             if training:
-                schedule = self._whole if self.has_replicas else self.make_schedule(count)
+                schedule = self.whole_schedule if self.has_replicas else self.make_schedule(count)
                 verified = verify(schedule, self.stages.dataflow)
                 self._programs[key] = RankProgram.training(schedule, verified.programs, schedule_rank, count)
             else:
-                self._programs[key] = RankProgram.forward_only(self._whole, self.stages, schedule_rank, count)
+                self._programs[key] = RankProgram.forward_only(
+                    self.whole_schedule, self.stages, schedule_rank, count
+                )
         return self._programs[key]
 
     @cached_property
-    def _whole(self) -> Schedule:
+    def whole_schedule(self) -> Schedule:
+        """The schedule of `microbatches` micro-batches."""
         return self.make_schedule(self.microbatches)
 
     @property
@@ -68,31 +69,17 @@ class Layout:
         return any(len(self.ranks_of(stage)) > 1 for stage in range(len(self.stages.cuts)))
 
     @property
-    def summary(self) -> str:
-        """One line about the model's shapes and the schedule. All ranks compare it."""
-        graph, schedule = self.stages.graph, self._whole
-        weights = [[v.shape for v in layer.variables] for layer in graph.all_layers()]
-        cuts = [cut.calls for cut in self.stages.cuts]
-        everything = repr((graph.tensors, weights, cuts, schedule.actions, self.ranks))
-        return (
-            f"pipeline_parallel with {len(self.stages.cuts)} stages of {len(graph.calls)} layer calls "
-            f"and {sum(math.prod(shape) for shapes in weights for shape in shapes):,} weights, "
-            f"{schedule.microbatches} micro-batches, {schedule.name}, "
-            f"checksum {crc32(everything.encode()):08x}"
-        )
-
-    @property
     def data_rank(self) -> int:
         """The world rank whose batches the pipeline trains on: it runs the first stage's micro-batch 0."""
-        return self.ranks[self._whole.rank_of(Action("F", 0, 0))]
+        return self.ranks[self.whole_schedule.rank_of(Action("F", 0, 0))]
 
     def stages_of(self, world_rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, in order."""
-        return self._whole.stages_of(self.ranks.index(world_rank))
+        return self.whole_schedule.stages_of(self.ranks.index(world_rank))
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """Return the world ranks that hold a stage, ascending."""
-        return tuple(sorted(self.ranks[rank] for rank in self._whole.ranks_of(stage)))
+        return tuple(sorted(self.ranks[rank] for rank in self.whole_schedule.ranks_of(stage)))
 
     def peers_of(self, world_rank: int) -> tuple[int, ...]:
         """Return the world ranks with which a rank exchanges tensors in training, ascending."""
@@ -120,7 +107,7 @@ def layout_of(graph: LayerGraph, plan: Plan, ranks: Sequence[int]) -> Layout:
     Raises:
         PlanError: The plan is of another model, or data parallel.
     """
-    positions = _positions(graph, plan)
+    positions = positions_of(graph, plan)
     if not plan.contiguous:
         runs, rank_of_run = _runs(plan, positions)
         return Layout(cut_stages(graph, runs), 1, tuple(ranks), functools.partial(one_at_a_time, rank_of_run))
@@ -130,16 +117,14 @@ def layout_of(graph: LayerGraph, plan: Plan, ranks: Sequence[int]) -> Layout:
     return Layout(stages, plan.pipelining.microbatches, tuple(ranks), make_schedule)
 
 
-def _positions(graph: LayerGraph, plan: Plan) -> dict[str, int]:
+def positions_of(graph: LayerGraph, plan: Plan) -> dict[str, int]:
     """Return the index of each layer call by name; PlanError unless the plan has the same names."""
     positions = {call.name: position for position, call in enumerate(graph.calls)}
     planned = [name for stage in plan.stages for name in stage.layers]
-    odd = sorted(set(planned) ^ set(positions))
-    if odd:
+    if odd := odd_layers("plan", planned, "model", list(positions)):
         raise PlanError(
             f"The plan should be of this model, {graph.name} ({len(positions)} layer calls). "
-            f"Received: a plan of {plan.model or 'an unnamed model'} ({len(planned)} layers); "
-            f"layer {odd[0]!r} is in only one of them"
+            f"Received: a plan of {plan.model or 'an unnamed model'} ({len(planned)} layers); {odd}"
         )
     return positions
 

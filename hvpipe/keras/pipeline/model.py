@@ -48,6 +48,7 @@ from hvpipe.keras.pipeline.on_all_ranks import ending_all
 from hvpipe.keras.pipeline.optimizer_settings import check_optimizer, check_same_optimizer, learning_rate_of
 from hvpipe.keras.pipeline.plan_choice import PipelineOptions, plan_for
 from hvpipe.keras.pipeline.rank_driver import RankDriver, RankDrivers
+from hvpipe.keras.pipeline.same_pipeline import check_same_pipeline
 from hvpipe.keras.pipeline.saving import PipelineSaving
 from hvpipe.keras.pipeline.shared_variables import SharedVariables
 from hvpipe.keras.pipeline.step import StepResult
@@ -113,6 +114,7 @@ def pipeline_parallel(
             between stages, an unknown `nonfinite`, a `verify_every` below 1, or an argument contradicts the
             plan.
         PlanError: The plan or profile is of another model, or memory does not suffice.
+        MismatchError: The model or an argument differs between ranks.
 
     Example:
 
@@ -144,7 +146,7 @@ def pipeline_parallel(
     layout = layout_of(graph, plan, ranks)
     check_real_wires(layout.stages)
     check_text_inputs(layout)
-    session.engine.agree(layout.summary)
+    check_same_pipeline(session, layout)
     recomputes = plan.pipelining.recomputes
     return PipelineParallel(session, model, layout, checks, deferred=deferred, recomputes=recomputes)
 

@@ -83,6 +83,8 @@ def read_whole(
             f"Received: {os.fspath(path)!r}"
         )
 
+    odd: dict[int, str] = {}
+
     def read() -> dict[str, Any]:
         stand_in = None
         if _optimizer_in(path) in (None, *_classes_of(optimizer_of(pipeline))):
@@ -90,14 +92,39 @@ def read_whole(
         found: dict[str, Any] = {}
         if stand_in is not None:
             stand_in.load_into(found, state.optimizer)
-        with _compiled(model, pipeline, stand_in), _weights_into(found, model, state.weights):
-            model.load_weights(path, skip_mismatch=skip_mismatch)
+        with _compiled(model, pipeline, stand_in), _weights_into(found, model, state.weights, odd):
+            try:
+                model.load_weights(path, skip_mismatch=skip_mismatch)
+            except Exception:  # Keras's, on what all layers lack
+                if not odd:
+                    raise
+            else:
+                odd.clear()  # skipped, or found at another place in the file
         return found
 
     values = on_all_ranks(session, f"loading {os.fspath(path)}", read)
+    _check_same_model(session, model, path, odd)
     for name, value in values.items():
         state.named[name].assign(value)
     return any(name in state.optimizer for name in values)
+
+
+def _check_same_model(session: Session, model: Any, path: Any, odd: Mapping[int, str]) -> None:
+    """Raise HvpipeError if any rank has found a layer that the file has otherwise; collective.
+
+    Args:
+        session: The session.
+        model: The undivided model.
+        path: The path of the file.
+        odd: What differs, by the layer's number in the model.
+    """
+    everyone = session.engine.allgather_object(min(odd.items(), default=None))
+    if found := [one for one in everyone if one is not None]:
+        _, what = min(found)
+        raise HvpipeError(
+            f"{os.fspath(path)} should be a file of this model, {model.name}. "
+            f"Received: a file of another model: {what}"
+        )
 
 
 def optimizer_of(pipeline: Any) -> Any:
@@ -234,31 +261,55 @@ class _OptimizerStandIn:
 
 
 @contextlib.contextmanager
-def _weights_into(found: dict[str, Any], model: Any, wanted: Mapping[str, Any]) -> Iterator[None]:
-    """Let the model's layers load the `wanted` variables into `found`, and leave the layers unchanged."""
+def _weights_into(
+    found: dict[str, Any], model: Any, wanted: Mapping[str, Any], odd: dict[int, str]
+) -> Iterator[None]:
+    """Let the model's layers load the `wanted` variables into `found`, and leave the layers unchanged.
+
+    What a layer cannot load is added to `odd`, by the layer's number.
+    """
     names = {id(variable): name for name, variable in wanted.items()}
 
-    def load_by(layer: Any) -> Callable[[Any], None]:
+    def load_by(number: int, layer: Any) -> Callable[[Any], None]:
         own = layer.load_own_variables
 
         def load_own_variables(store: Any) -> None:
             # Skip other ranks' layers. A layer that computes with loaded values would find no memory here.
             if not any(id(variable) in names for variable in layer.variables):
                 return
-            with _AssignmentCapture(set(names)) as captured:
-                own(store)
+            try:
+                with _AssignmentCapture(set(names)) as captured:
+                    own(store)
+            except Exception as error:
+                odd.setdefault(number, _difference(layer, store, error))
+                raise
+            odd.pop(number, None)
             found.update({names[key]: value for key, value in captured.state_mapping.items()})
 
         return load_own_variables
 
     layers = list({id(layer): layer for layer in compat.layers_in(model)}.values())
-    for layer in layers:
-        vars(layer)["load_own_variables"] = load_by(layer)
+    for number, layer in enumerate(layers):
+        vars(layer)["load_own_variables"] = load_by(number, layer)
     try:
         yield
     finally:
         for layer in layers:
             del vars(layer)["load_own_variables"]
+
+
+def _difference(layer: Any, store: Any, error: Exception) -> str:
+    """Say what a layer has otherwise than its part of a file."""
+    ours = [*compat.own_trainable_variables(layer), *compat.own_statistics(layer)]  # as Keras numbers them
+    saved = {key: list(store[key].shape) for key in store.keys()}  # noqa: SIM118  # not a dict
+    for number, variable in enumerate(ours):
+        there, shape = saved.get(str(number)), list(variable.shape)
+        if there != shape:
+            has = "does not have it" if there is None else f"has it as {there}"
+            return f"variable {variable.path} should have the shape {shape}, and the file {has}"
+    if len(saved) > len(ours):
+        return f"layer {layer.name!r} should have {len(ours)} variables, and the file has {len(saved)}"
+    return f"layer {layer.name!r} cannot read its variables: {str(error).partition(chr(10))[0]}"
 
 
 class _AssignmentCapture(keras.StatelessScope):

@@ -12,13 +12,14 @@ from typing import Any
 from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.keras.graph.layer_graph import LayerGraph
+from hvpipe.keras.pipeline.layout import positions_of
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
 from hvpipe.keras.profiling.estimate import estimate
 from hvpipe.keras.profiling.footprint import weight_bytes
 from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining, checked_recompute
-from hvpipe.plan.stage_plan import Plan
+from hvpipe.plan.stage_plan import Plan, odd_layers
 from hvpipe.search.choice import plan_for_every_device
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.session import Session
@@ -101,6 +102,10 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
     """
     stages = options.stages
     if isinstance(stages, (str, os.PathLike)) and stages != "auto":
+        if not os.path.exists(stages):
+            raise HvpipeError(
+                f"{_stages_may_be(session.world.size)}. Received: {os.fspath(stages)!r}, no file"
+            )
         stages = Plan.read(stages)
     if session.settings.elastic:
         options = fitted(replace(options, stages=stages), session.world)
@@ -124,6 +129,8 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
             "Replicas on a given cluster need the planner: pass the plan of `hvpipe plan --mode hybrid`, or "
             f"leave them out. Received: replicas={replicas} and a cluster"
         )
+    # Before the search, which may take a minute. The plan will have all devices.
+    _ranks_by_name(session, [device.name for device in cluster.devices], "cluster")
     plan = _searched(session, profile, cluster, options, None if stages == "auto" else count)
     return plan, _ranks_by_name(session, plan.ranks)
 
@@ -191,6 +198,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def _stages_may_be(size: int) -> str:
+    return f"stages should be 'auto', a plan or its file, or a number from 1 to {size}, the number of ranks"
+
+
 def _stage_counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int, tuple[int, ...]]:
     """Return the number of stages that have their own ranks, and the number of ranks of each."""
     if replicas is not None and (not replicas or min(replicas) < 1 or sum(replicas) != size):
@@ -201,10 +212,7 @@ def _stage_counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tup
     if stages == "auto":
         stages = size if replicas is None else len(replicas)
     if not _is_count(stages) or not 1 <= stages <= size:
-        raise HvpipeError(
-            f"stages should be 'auto', a plan, or a number from 1 to {size}, the number of ranks. "
-            f"Received: stages={stages!r}"
-        )
+        raise HvpipeError(f"{_stages_may_be(size)}. Received: stages={stages!r}")
     if replicas is None:
         if size % stages:
             raise HvpipeError(
@@ -246,12 +254,11 @@ def _checked_profile(graph: LayerGraph, profile: Profile | None) -> Profile:
     """Return a profile that fits the model; without one, an estimate."""
     if profile is None:
         return estimate(graph, samples=1)
-    names, theirs = {call.name for call in graph.calls}, {layer.name for layer in profile.layers}
-    if names != theirs:
+    names, theirs = [call.name for call in graph.calls], [layer.name for layer in profile.layers]
+    if odd := odd_layers("profile", theirs, "model", names):
         raise PlanError(
             f"The profile should be of this model, {graph.name} ({len(names)} layer calls). Received: "
-            f"{profile.model or 'unnamed'} ({len(theirs)} layers); layer {min(names ^ theirs)!r} is in "
-            "only one of them"
+            f"{profile.model or 'unnamed'} ({len(theirs)} layers); {odd}"
         )
     _check_costs(graph, profile)
     return profile
@@ -309,14 +316,12 @@ def _output_bytes(graph: LayerGraph, samples: int) -> dict[str, tuple[int, int]]
 
 
 def _check_plan(graph: LayerGraph, plan: Plan) -> None:
-    """Raise PlanError for a plan of another model with the same layer names.
+    """Raise PlanError for a plan of another model: other layer names, or other sizes.
 
-    A plan holds the fingerprint of its profile. `layout_of` compares the names.
+    A plan holds the fingerprint of its profile.
     """
-    here = estimate(graph, samples=1)
-    names = {name for stage in plan.stages for name in stage.layers}
-    same_names = names == {layer.name for layer in here.layers}
-    if same_names and plan.profile_fingerprint not in ("", here.fingerprint):
+    positions_of(graph, plan)
+    if plan.profile_fingerprint not in ("", estimate(graph, samples=1).fingerprint):
         raise PlanError(
             f"The plan should be of this model, {graph.name}, with the same trained weights and edges; "
             f"measure and plan again. Received: a plan of {plan.model or 'an unnamed model'}, with layers of "
@@ -375,7 +380,7 @@ def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:
     return replace(plan, stages=stages)
 
 
-def _ranks_by_name(session: Session, devices: Sequence[str]) -> list[int]:
+def _ranks_by_name(session: Session, devices: Sequence[str], of: str = "plan") -> list[int]:
     """Return the world rank of each device; collective.
 
     A device is named HOST:LOCAL_RANK (as by `hvpipe profile`), HOST if it has one rank, or rank3.
@@ -384,13 +389,14 @@ def _ranks_by_name(session: Session, devices: Sequence[str]) -> list[int]:
     lacking = [device for device in devices if device not in table]
     here = ", ".join(name for name in table if ":" in name)
     if lacking:
+        again = "plan again for this cluster, with" if of == "plan" else "use"
         raise PlanError(
-            f"The plan's devices should be the ranks of this run ({here}); plan again for this cluster, with "
-            f"the file that `hvpipe profile` writes. Received: devices={list(devices)}"
+            f"The {of}'s devices should be the ranks of this run ({here}); {again} the file that "
+            f"`hvpipe profile` writes. Received: devices={list(devices)}"
         )
     if len(devices) != world.size:
         raise PlanError(
-            f"The plan should give every rank a stage: run on {len(devices)} ranks. "
+            f"The {of} should have a device for every rank: run on {len(devices)} ranks. "
             f"Received: {world.size} ranks ({here}), devices={list(devices)}"
         )
     return [table[device] for device in devices]

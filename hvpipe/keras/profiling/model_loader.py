@@ -49,12 +49,14 @@ def load_model_and_batch(task: ProfileTask) -> tuple[Any, Any]:
     model = built_model(build)
     if given:
         return model, given[0]
+    # First, or a model or a shape that cannot be measured would be reported only in the next try.
+    batch = random_batch(model, task.microbatch or 1, task.input_shapes)
     if task.microbatch is None:
         raise HvpipeError(
             f"--microbatch should give the number of samples, or {task.function} should return the model and "
             "a micro-batch. Received: neither"
         )
-    return model, random_batch(model, task.microbatch, task.input_shapes)
+    return model, batch
 
 
 def load_function(task: ProfileTask) -> Any:

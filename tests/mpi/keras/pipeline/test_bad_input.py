@@ -13,12 +13,13 @@ import tensorflow as tf
 
 import hvpipe
 import hvpipe.keras as hk
-from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.errors import HvpipeError, MismatchError, PlanError
 from hvpipe.keras.graph.layer_graph import layer_graph
+from hvpipe.keras.pipeline import plan_choice
 from hvpipe.keras.profiling.estimate import estimate
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.specs.cluster import equal_cluster
+from hvpipe.specs.cluster import Cluster, Device, Host, equal_cluster
 from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.specs.profile import Profile
 from pipelines import (
@@ -130,14 +131,33 @@ def test_a_profile_or_plan_of_another_model_or_cluster_is_refused() -> None:
     other = Profile.of([LayerCost("a", 1, 2), LayerCost("b", 1, 2)], [("a", "b")], model="other")
     with pytest.raises(PlanError, match="profile should be of this model"):
         hk.pipeline_parallel(mlp, profile=other)
-    plan = partition(other, equal_cluster(1), 1)
-    if hvpipe.size() > 1:
-        with pytest.raises(PlanError, match="should be the ranks of this run"):
-            hk.pipeline_parallel(mlp, plan)
+    # The model is checked first: other devices would not help.
+    says = r"of this model, .* the plan has layer 'a' and 1 more, which the model lacks; the model has layer"
+    with pytest.raises(PlanError, match=says):
+        hk.pipeline_parallel(mlp, partition(other, equal_cluster(1), 1))
+    if hvpipe.size() == 1:
+        return
+    own = estimate(layer_graph(mlp()), samples=1)
+    plan = partition(own, equal_cluster(1), 1)
+    with pytest.raises(PlanError, match="plan's devices should be the ranks of this run"):
+        hk.pipeline_parallel(mlp, plan)
     document = plan.to_json()
     document["stages"][0]["devices"] = ["rank0"]
-    with pytest.raises(PlanError, match="every rank a stage" if hvpipe.size() > 1 else "of this model"):
+    with pytest.raises(PlanError, match="plan should have a device for every rank"):
         hk.pipeline_parallel(mlp, type(plan).from_json(document))
+
+
+def test_a_cluster_of_other_devices_is_refused_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the search took half a minute, and its plan was refused."""
+    monkeypatch.setattr(plan_choice, "plan_for_every_device", lambda *_: pytest.fail("searched"))
+    hosts = tuple(Host(f"x{n}", (Device(f"x{n}"),)) for n in range(hvpipe.size()))
+    with pytest.raises(PlanError, match=r"cluster's devices should be the ranks .* devices=\['x0'"):
+        hk.pipeline_parallel(mlp, cluster=Cluster(hosts))
+
+
+def test_a_stages_text_that_names_no_file_is_told_what_stages_may_be() -> None:
+    with pytest.raises(HvpipeError, match=r"stages should be 'auto', a plan .* Received: 'two', no file"):
+        hk.pipeline_parallel(mlp, stages="two")
 
 
 def of_width(width: int, image: int = 6) -> keras.Model:
@@ -162,6 +182,47 @@ def test_a_profile_or_plan_of_other_sizes_is_refused() -> None:
     plan = partition(other, equal_cluster(size), size)
     with pytest.raises(PlanError, match=r"plan should be of this model.* same names and other weights"):
         hk.pipeline_parallel(functools.partial(of_width, 8), plan)
+
+
+def of_units(units: int) -> keras.Model:
+    dense = keras.layers.Dense
+    return keras.Sequential([keras.Input((10,)), *(dense(units, name=f"d{n}") for n in range(5)), dense(3)])
+
+
+def without_weights(pool: int) -> keras.Model:
+    layers = keras.layers
+    flat = [layers.AveragePooling2D(pool, padding="same"), layers.GlobalAveragePooling2D()]
+    return keras.Sequential([keras.Input((9, 9, 2)), layers.Conv2D(2, 3), *flat, *map(layers.Dense, (4, 3))])
+
+
+def test_pipelines_that_differ_between_ranks_are_told_apart() -> None:
+    """Regression: the message was cut in a word, and advised to look for calls of only some ranks."""
+    last = hvpipe.size() - 1
+    if last == 0:
+        pytest.skip("one rank agrees with itself")
+    odd = int(hvpipe.rank() == last)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (mlp, {"microbatches": 4 + odd}, "arguments.* Received: microbatches=4 on rank 0 and microbatches=5"),
+        (
+            mlp,
+            {"schedule": ("gpipe", "1f1b")[odd]},
+            "Received: schedule='gpipe' on rank 0 and schedule='1f1b'",
+        ),
+        (
+            functools.partial(of_units, 16 + odd),
+            {},
+            r"same model .*: layer 0, 'd0', Dense with variables float32\[10, 16\], .* on rank 0 "
+            r"and layer 0, 'd0', Dense with variables float32\[10, 17\], .*",
+        ),
+        (
+            functools.partial(without_weights, 2 + odd),
+            {},
+            r"layer 1, .* with no variables and output float32\[None, 4, 4, 2\], on rank 0 and .* 3, 3, 2\],",
+        ),
+    ]
+    for build, options, says in cases:
+        with pytest.raises(MismatchError, match=rf"{says} on rank {last}$"):
+            hk.pipeline_parallel(build, **options)
 
 
 def test_options_that_contradict_a_plan_are_refused() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,11 +296,7 @@ def test_a_path_that_cannot_be_written_is_an_error_on_all_ranks(trained: Trained
 
 
 def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(trained: Trained, folder: Path) -> None:
-    model = build_with_more_state()
-    if hvpipe.rank() == 0:
-        model.save(folder / "another.keras")
-    hvpipe.barrier()
-    for file in ("none.keras", "none.weights.h5", "another.keras"):
+    for file in ("none.keras", "none.weights.h5"):
         before = state(trained.pipe)
         with pytest.raises(
             HvpipeError, match=rf"loading .*{file} should succeed on every rank. Received: rank"
@@ -307,6 +305,38 @@ def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(trained: Trained, f
         assert_same(before, state(trained.pipe))
     with pytest.raises(HvpipeError, match=r"ends with \.keras, .*Received: '.*/old\.h5'"):
         trained.pipe.load(folder / "old.h5")
+
+
+def with_layers_of(widths: Sequence[int]) -> keras.Model:
+    x = inputs = keras.Input((6,))
+    for number, width in enumerate(widths):
+        x = keras.layers.Dense(width, name=f"wide{number}")(x)
+    return keras.Model(inputs, x, name="wide")
+
+
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
+def test_a_file_of_another_model_names_the_first_variable_that_differs(folder: Path) -> None:
+    """Regression: each rank said in Keras's words what differs in its own layers."""
+    pipe = pipeline(functools.partial(with_layers_of, [8, 7, 6, 5, 2]))
+    cases = {"first": [9, 9, 6, 5, 2], "last": [8, 7, 6, 5, 3], "short": [8, 7, 6]}
+    for name, widths in cases.items():
+        if hvpipe.rank() == 0:
+            with_layers_of(widths).save(folder / f"{name}.keras")
+            with_layers_of(widths).save_weights(folder / f"{name}.weights.h5")
+    hvpipe.barrier()
+    says = {
+        "first": r"wide0/kernel should have the shape \[6, 8\], and the file has it as \[6, 9\]",
+        "last": r"wide4/kernel should have the shape \[5, 2\], and the file has it as \[5, 3\]",
+        "short": r"wide3/kernel should have the shape \[6, 5\], and the file does not have it",
+    }
+    before = state(pipe)
+    for name in cases:
+        for suffix in (".keras", ".weights.h5"):
+            with pytest.raises(
+                HvpipeError, match=rf"{name}{suffix} should be .* model, wide\..* {says[name]}$"
+            ):
+                pipe.load(folder / f"{name}{suffix}")
+            assert_same(before, state(pipe))
 
 
 # Callbacks --------------------------------------------------------------------------------------------------

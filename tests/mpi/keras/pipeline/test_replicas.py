@@ -235,3 +235,36 @@ def test_replicas_that_drift_apart_are_noticed() -> None:
         spoiling = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
         with pytest.raises(MismatchError, match=rf"after step 8\..*dense/bias differs on rank {odd} from"):
             pipe.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[spoiling])
+
+
+class Calls(keras.layers.Layer):
+    """Counts its calls in training, as a float and as an integer; replica k adds k + 1 to the float `own`."""
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), trainable=False, initializer="zeros", name="count")
+        self.own = self.add_weight(shape=(), trainable=False, initializer="zeros", name="own")
+        self.whole = self.add_weight(
+            shape=(), trainable=False, initializer="zeros", dtype="int64", name="whole"
+        )
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.count.assign(self.count + 1.0)
+            self.own.assign(self.own + hvpipe.rank() + 1.0)
+            self.whole.assign(self.whole + hvpipe.rank() + 1)
+        return x
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layers_own_state_counts_micro_batches_and_only_floats_are_averaged(recompute: bool) -> None:
+    """docs/model-parallel.md says so."""
+    size = hvpipe.size()
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), Calls(name="calls")])
+    pipe = hk.pipeline_parallel(model, stages=1, microbatches=2 * size, recompute=recompute)
+    pipe.compile("sgd", "mse")
+    x = np.ones((4 * size, 6), np.float32)
+    pipe.fit(x, x[:, :3], batch_size=4 * size, epochs=1, verbose=0)
+    layer = pipe.get_layer("calls")
+    assert float(layer.count) == 2.0
+    assert float(layer.own) == 2.0 * sum(range(1, size + 1)) / size
+    assert int(layer.whole) == 2 * (hvpipe.rank() + 1)

@@ -18,6 +18,7 @@ from hvpipe.errors import PlanError
 from hvpipe.keras.graph.deferred_build import variables_of
 from hvpipe.keras.graph.layer_graph import layer_graph
 from hvpipe.keras.pipeline.layout import layout_of
+from hvpipe.keras.pipeline.same_pipeline import described
 from hvpipe.keras.profiling.estimate import estimate
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
@@ -92,7 +93,7 @@ def test_ranks_compare_which_rank_has_which_stage() -> None:
     """Regression: the check did not notice the same stages on the ranks in another order."""
     graph = layer_graph(mlp())
     plan = partition(estimate(graph, samples=1), equal_cluster(2), 2)
-    one, other = (layout_of(graph, plan, ranks).summary for ranks in ((0, 1), (1, 0)))
+    one, other = (described(layout_of(graph, plan, ranks)) for ranks in ((0, 1), (1, 0)))
     assert one != other
 
 

@@ -42,6 +42,13 @@ def of_width(width):
 def nothing():
     return None
 
+class Subclassed(keras.Model):
+    def call(self, x):
+        return x
+
+def subclassed():
+    return Subclassed()
+
 def broken():
     import not_there
 """
@@ -201,12 +208,18 @@ def test_a_function_that_brings_its_batch(nets: str) -> None:
         ("WIDTH", 4, "should have a function 'WIDTH'"),
         ("of_width", 4, r"should take no arguments.*Received: of_width\(width\)"),
         ("nothing", 4, "should return a Keras model. Received: NoneType"),
+        ("subclassed", None, "Turn a subclassed model into a function"),
         ("small", None, "--microbatch should give the number of samples"),
     ],
 )
 def test_unsuitable_functions(nets: str, function: str, microbatch: int | None, says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
         load_model_and_batch(task(f"{nets}:{function}", microbatch))
+
+
+def test_a_wrong_shape_is_told_before_the_microbatch_that_is_missing(nets: str) -> None:
+    with pytest.raises(HvpipeError, match=r"--input-shape should fit the input .*\[5\]. Received: \[7, 7\]"):
+        load_model_and_batch(task(f"{nets}:small", None, input_shapes=(InputShape("", (7, 7)),)))
 
 
 def test_an_error_inside_the_function_is_not_hidden(nets: str) -> None:
