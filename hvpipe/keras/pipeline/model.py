@@ -179,8 +179,9 @@ class PipelineParallel(PipelineSaving, keras.Model):
             broadcast_model(model)
         channel = TensorChannel(session, device_of_messages(session))
         samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
+        peers = layout.peers_of(session.world.rank) if channel.by_nccl else ()
         with ending_all(session):
-            channel.connect(layout.peers_of(session.world.rank))
+            channel.connect(peers)
             shared = SharedVariables(session, layout, channel)
             shared.broadcast()
         undo = None

@@ -103,9 +103,7 @@ class TensorChannel:
         return PendingTensor(self._engine, peer, tag, tf.as_dtype(dtype), shape, what, device, header)
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Let NCCL connect this rank with others, which connect with it."""
-        if not self.by_nccl:
-            return
+        """Exchange first messages with other ranks, for which NCCL connects them."""
         shape, what = (_FIRST_MESSAGE,), "a first message"
         pending = [self.receive(peer, tf.float32, shape, what) for peer in peers]
         for peer in peers:
