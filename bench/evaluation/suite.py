@@ -112,7 +112,8 @@ class Suite:
                 notes.append(f"{group.name} is left out: {error}")
                 continue
             moved = replace(group, cluster=cluster, ranks=ranks, spec=spec)
-            groups.setdefault(moved.name, moved)
+            if groups.setdefault(moved.name, moved) is not moved:
+                notes.append(f"{group.name} is left out: another group has its task")
         return replace(self, groups=tuple(groups.values()), notes=tuple(notes))
 
 

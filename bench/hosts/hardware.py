@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from hvpipe import __version__
+from hvpipe.comm.this_host import cpu_name
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class HostHardware:
 
 def describe_hardware() -> HostHardware:
     return HostHardware(
-        _cpu(),
+        cpu_name(),
         os.cpu_count() or 1,
         psutil.virtual_memory().total,
         f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
@@ -51,15 +52,6 @@ def same_and_others(machines: Mapping[str, str]) -> str:
     for host, machine in machines.items():
         hosts.setdefault(machine, []).append(host)
     return "; ".join(f"{', '.join(names)}: {machine}" for machine, names in hosts.items())
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from bench.pipeline.report import PipelineReport, summary
 from bench.pipeline.worker import METHODS, WorkerOptions
 from bench.rounds.record import Task
 from bench.training.workloads import check
+from hvpipe.atomic_file import atomic_file
 from hvpipe.errors import HvpipeError
 
 MODELS = {"resnet50": 64, "vgg16": 64, "transformer": 128}
@@ -63,14 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     failed = []
     for number, (cluster, model) in enumerate(cases, start=1):
-        file = options.out / f"{cluster or 'hosts'}-{model}.json"
+        place = re.sub(r"[^\w.-]", "_", Path(cluster).stem if cluster else options.hosts)
+        file = options.out / f"{place}-{model}.json"
         if file.exists():
             continue
         print(f"==> {number} of {len(cases)}: {model} on {cluster or options.hosts}", flush=True)
         try:
             report = _measured(options, cluster, model)
             print(report.to_text())
-            file.write_text(report.to_json())
+            with atomic_file(file) as written:
+                written.write(report.to_json().encode())
         except (HvpipeError, OSError) as error:  # the other cases run
             failed.append(file.stem)
             print(f"bench.pipeline: {error}", file=sys.stderr)

@@ -81,7 +81,6 @@ def _question(
     import hvpipe
     import hvpipe.keras as hk
     from hvpipe.commands.plan_request import PlanRequest, best_microbatches
-    from hvpipe.keras.profiling.cluster import measure_cluster
     from hvpipe.plan.pipelining import Pipelining
 
     x, y = next(iter(_batches(task)))
@@ -92,8 +91,7 @@ def _question(
     tell("profiling ...")
     samples = math.ceil(task.batch / _PROFILED_MICROBATCHES)
     measured = profile_of(samples)
-    cluster = hvpipe.broadcast_object(measure_cluster(measured))
-    measured = hvpipe.broadcast_object(measured)
+    measured, cluster = hk.measure_ranks(measured)
 
     def ask(microbatches: int) -> PlanRequest:
         how = Pipelining(_SCHEDULE, microbatches)
@@ -104,7 +102,7 @@ def _question(
     count = max(best_microbatches(ask, task.batch).pipelining.microbatches, least)
     if (chosen := math.ceil(task.batch / count)) != samples:
         tell(f"profiling micro-batches of {chosen} samples ...")
-        measured = hvpipe.broadcast_object(profile_of(chosen))
+        measured, _ = hk.measure_ranks(profile_of(chosen))
     return ask(count)
 
 

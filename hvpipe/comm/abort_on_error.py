@@ -15,7 +15,7 @@ from hvpipe.comm.settings import job_folder
 from hvpipe.comm.world import StartedWorld, World, started_world
 
 # How lines begin that say where an error happened.
-_PLACES = ("Detected at node", "Stack trace", "Traceback")
+_PLACES = ("Detected at node", "<stack traces", "Stack trace", "Traceback")
 
 
 def abort_on_uncaught_errors() -> None:
@@ -30,11 +30,11 @@ def in_one_line(error: BaseException) -> str:
     TensorFlow and Keras begin with where an error happened ("Graph execution error:"), and say what in a
     later paragraph.
     """
-    plain = re.sub(r"\x1b\[[\d;]*m", "", str(error))
-    lines = [line for line in plain.splitlines() if line and not line[0].isspace() and line[0] not in "<{"]
-    first, *rest = lines or [""]
+    plain = re.sub(r"\x1b\[[\d;]*m|\{\{[^}]*\}\}\s*", "", str(error))
+    first, *rest = [line for line in plain.splitlines() if line.strip()] or [""]
+    rest = [line for line in rest if not line[0].isspace() and not line.startswith(_PLACES)]
     if first.endswith(":") or first.startswith("Exception encountered when calling"):
-        first = " ".join([first, *[line for line in rest if not line.startswith(_PLACES)][:1]])
+        first = " ".join([first, *rest[:1]])
     return f"{type(error).__name__}: {first}".removesuffix(": ").removesuffix(".")
 
 

@@ -65,6 +65,7 @@ class Engine:
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._recorded_steps = 0
         self._waited_s = 0.0  # in pipelines; data_parallel counts in C++
+        self._in_step = False
         self._settings = settings
         self._counted: Counter[str] = Counter()  # by engines before this one, which lost ranks
         self._own_requests = 0
@@ -471,7 +472,11 @@ class Engine:
         """
         now = time.perf_counter if self.core is None else import_native().now
         start_s = now()
-        yield
+        self._in_step |= category == "step"
+        try:
+            yield
+        finally:
+            self._in_step &= category != "step"
         end_s = now()
         self._recorded_s[category] += end_s - start_s
         if category == "step" and self.core is not None:
@@ -482,10 +487,11 @@ class Engine:
             self.core.log(category, name, start_s, end_s)
 
     def wait(self, request: Any) -> None:
-        """Wait for a request in a step of training; the counter `exposed_wait_s` has the time."""
+        """Wait for a request; within a step of training the counter `exposed_wait_s` has the time."""
         start_s = time.perf_counter()
         request.wait()
-        self._waited_s += time.perf_counter() - start_s
+        if self._in_step:
+            self._waited_s += time.perf_counter() - start_s
 
     def lose_ranks(self, why: str) -> None:
         """End all communication, because ranks are lost. Any thread may call."""
@@ -503,6 +509,7 @@ class Engine:
         self._earlier_events = self.take_events()
         totals = {} if self.core is None else self.core.counters()
         self.world, self._settings = world, settings
+        self._groups.clear()
         self.core = world.make_engine(settings)
         self._counted.update(totals)
         for number, arguments in enumerate(self._plans):

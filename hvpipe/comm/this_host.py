@@ -45,7 +45,7 @@ def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return next(filter(None, names), platform.machine())
 
 
 @dataclass(frozen=True)

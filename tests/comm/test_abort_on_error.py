@@ -27,6 +27,12 @@ Arguments received by PipelineParallel.call():
         (KeyError("loss"), "KeyError: 'loss'"),
         (RuntimeError(), "RuntimeError"),
         (OSError("one\ntwo"), "OSError: one"),
+        (ValueError("<Foo> should be built"), "ValueError: <Foo> should be built"),
+        (ValueError("{'a': 1} is no list"), "ValueError: {'a': 1} is no list"),
+        (
+            RuntimeError("{{function_node __wrapped__MatMul}} Sizes differ [Op:MatMul]"),
+            "RuntimeError: Sizes differ [Op:MatMul]",
+        ),
         (
             RuntimeError(OF_TENSORFLOW),
             "RuntimeError: Graph execution error: Received a label value of 7 which is outside the valid "

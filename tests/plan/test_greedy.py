@@ -431,7 +431,7 @@ def test_a_plan_is_read_back_and_refuses_another_model_or_cluster(tmp_path: Path
     plan = Plan.read(tmp_path / "plan.json")
     plan.check(profile, cluster)
     with pytest.raises(
-        PlanError, match=r"of the model that was planned.*the p.* has layer 'd', which the p.* lacks"
+        PlanError, match=r"of the model that was planned.*the profile has layer 'd', which the plan lacks"
     ):
         plan.check(chain(1, 2, 3, 4))
     with pytest.raises(PlanError, match="weights or edges differ"):

@@ -194,24 +194,24 @@ def _with_running_masks(graph: LayerGraph) -> LayerGraph:
     that a layer sets, or passes on to layers inside it, only when it runs.
     """
     ends = graph.mask_ends()
-    if not any(graph.tensors[number].mask_shape for number in ends) and not any(
-        _may_hide_masks(call.operation) for call in graph.calls
-    ):
-        return graph
     masks = {
         number: keras.KerasTensor(spec.mask_shape, "bool")
         for number, spec in enumerate(graph.tensors)
         if spec.mask_shape is not None
     }
+    if not masks and not any(_may_hide_masks(call.operation) for call in graph.calls):
+        return graph
     for index, call in enumerate(graph.calls):
-        known, changed = {}, False
+        known, changed, masked = {}, False, False
         for number, key in call.reads:
             spec = graph.tensors[number]
             known[key] = keras.KerasTensor(spec.shape, spec.dtype)
             mask = masks.get(number) if index <= ends.get(number, index) else None
             compat.set_keras_mask(known[key], mask)
             changed |= (mask is None) != (spec.mask_shape is None)
-        if _may_hide_masks(call.operation):
+            masked |= mask is not None
+        # An operation that returns what it reads, such as a cast to the same dtype, keeps the mask.
+        if _may_hide_masks(call.operation) or (masked and not isinstance(call.operation, keras.Layer)):
             made = _masks_when_run(call, [known[key] for _, key in call.reads])
         else:
             made = _masks_by_layer(call, known) if changed else None

@@ -181,8 +181,8 @@ class StageFunctions:
         for wire, value in zip(cut.outputs, found, strict=True):
             self._check_mask(wire.number, masks.get(wire.number))
             self._check_dtype(wire, value)
-        for number in graph.outputs if self._last else ():
-            self._check_mask(number, masks.get(number))
+        for number in masks.keys() & {*graph.outputs} if self._last else ():
+            self._check_mask(number, masks[number])
         results = [known[number] for number in graph.outputs] if self._last else []
         for number in self._mask_ends.keys() & set(graph.outputs if self._last else ()):
             compat.set_keras_mask(known[number], None)
@@ -243,8 +243,9 @@ class StageFunctions:
             return
         raise HvpipeError(
             "Whether a layer's output has a mask should be known before it runs, because masks go from rank "
-            f"to rank, too. Let {graph.calls[maker].name} set supports_masking, and return its output's mask "
-            f"in compute_mask. Received: {'no mask' if mask is None else 'a mask'} when it ran"
+            f"to rank, too. Call {graph.calls[maker].name} in a layer that sets supports_masking and returns "
+            "its output's mask in compute_mask. "
+            f"Received: {'no mask' if mask is None else 'a mask'} when it ran"
         )
 
     def _check_dtype(self, wire: Wire, value: Any) -> None:

@@ -301,13 +301,14 @@ def _weights_into(
 def _difference(layer: Any, store: Any, error: Exception) -> str:
     """Say what a layer has otherwise than its part of a file."""
     ours = [*compat.own_trainable_variables(layer), *compat.own_statistics(layer)]  # as Keras numbers them
-    saved = {key: list(store[key].shape) for key in store.keys()}  # noqa: SIM118  # not a dict
-    for number, variable in enumerate(ours):
+    saved = {key: list(getattr(store[key], "shape", ())) for key in store.keys()}  # noqa: SIM118  # no dict
+    by_number = all(key.isdigit() for key in saved)
+    for number, variable in enumerate(ours if by_number else ()):
         there, shape = saved.get(str(number)), list(variable.shape)
         if there != shape:
             has = "does not have it" if there is None else f"has it as {there}"
             return f"variable {variable.path} should have the shape {shape}, and the file {has}"
-    if len(saved) > len(ours):
+    if by_number and len(saved) > len(ours):
         return f"layer {layer.name!r} should have {len(ours)} variables, and the file has {len(saved)}"
     return f"layer {layer.name!r} cannot read its variables: {str(error).partition(chr(10))[0]}"
 

@@ -46,8 +46,9 @@ def described(layout: Layout) -> dict[str, str]:
     graph, schedule = layout.stages.graph, layout.whole_schedule
     cuts = [cut.calls for cut in layout.stages.cuts]
     texts = [text for _, text in _calls(graph)]
+    links = [[number for number, _ in call.reads] for call in graph.calls]
     return {
-        _MODEL: _checksum((texts, graph.tensors, graph.inputs, graph.outputs)),
+        _MODEL: _checksum((texts, links, graph.tensors, graph.inputs, graph.outputs)),
         "stages": str(len(cuts)),
         "microbatches": str(schedule.microbatches),
         "schedule": repr(schedule.name),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,9 @@ class TensorChannel:
         if self._device is None:
             vector = np.concatenate([np.asarray(t, dtype.as_numpy_dtype).reshape(-1) for t in tensors])
             request = self._engine.group_allreduce(group, vector, what)
-            return PendingSum(self._engine, request, shapes, lambda: vector)
+            ends = list(accumulate(map(math.prod, shapes)))
+            parts = [vector[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+            return PendingSum(self._engine, request, shapes, lambda: map(tf.convert_to_tensor, parts))
         count = sum(map(math.prod, shapes))
         with tf.device(self._device):
             summand = tf.concat([tf.reshape(tf.cast(tensor, dtype), [-1]) for tensor in tensors], 0)
@@ -142,14 +145,15 @@ class TensorChannel:
 
         def take() -> Any:
             with tf.device(self._device):
-                return ops.take_message(request.number, [count], dtype)
+                vector = ops.take_message(request.number, [count], dtype)
+                return tf.split(vector, [math.prod(shape) for shape in shapes])
 
         return PendingSum(self._engine, request, shapes, take)
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
         while self._in_flight:
-            self._in_flight.popleft()[0].wait()
+            self._engine.wait(self._in_flight.popleft()[0])
 
     def _stays_on_device(self, dtype: Any, on_host: bool) -> bool:
         return self._device is not None and not on_host and tf.as_dtype(dtype) in _DEVICE_DTYPES
@@ -220,9 +224,9 @@ class PendingSum:
     """Sums over a group's ranks, on their way in one vector."""
 
     def __init__(
-        self, engine: Any, request: Any, shapes: Sequence[tuple[int, ...]], take: Callable[[], Any]
+        self, engine: Any, request: Any, shapes: Sequence[tuple[int, ...]], take: Callable[[], Iterable[Any]]
     ) -> None:
-        """`take` returns the vector once the request has ended."""
+        """`take` returns the parts of the vector, one of each shape, once the request has ended."""
         self._engine = engine
         self._request = request
         self._shapes = shapes
@@ -231,8 +235,7 @@ class PendingSum:
     def wait(self) -> list[Any]:
         """Wait for the sums and return them, in the order of the tensors."""
         self._engine.wait(self._request)
-        parts = tf.split(self._take(), [math.prod(shape) for shape in self._shapes])
-        return [tf.reshape(part, shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return [tf.reshape(part, shape) for part, shape in zip(self._take(), self._shapes, strict=True)]
 
 
 def _header(tensor: Any, what: str) -> Any:

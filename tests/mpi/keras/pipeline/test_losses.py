@@ -92,6 +92,27 @@ def test_masks_that_layers_make_when_they_run(kind: str) -> None:
     check_equal(told(functools.partial(masked_when_run, kind), fit, {"microbatches": 4}, loss=loss))
 
 
+def early_masked_output() -> keras.Model:
+    """Build a model whose first output, which has a mask, is made by an early layer."""
+    tokens = keras.Input((7,), dtype="int32")
+    early = layers.Dense(4, name="early")(layers.Embedding(20, 6, mask_zero=True)(tokens))
+    x = layers.Dense(6, activation="tanh")(layers.Dense(6)(layers.LSTM(6)(early)))
+    return keras.Model(tokens, [early, layers.Dense(4, name="late")(x)])
+
+
+def test_an_early_output_with_a_mask() -> None:
+    """Regression: only the last stage looked for its mask, among tensors that it makes itself."""
+    numbers = np.random.default_rng(5)
+    x = numbers.integers(1, 20, (24, 7)) * (np.arange(7) < numbers.integers(1, 8, 24)[:, None])
+    y = [numbers.integers(0, 4, (24, 7)), numbers.integers(0, 4, 24)]
+    loss = [keras.losses.SparseCategoricalCrossentropy(from_logits=True) for _ in y]
+
+    def fit(model: Any) -> Any:
+        return model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+
+    check_equal(told(early_masked_output, fit, {"microbatches": 4}, loss=loss))
+
+
 def test_a_sum_loss_covers_the_whole_batch() -> None:
     x, _ = batches(mlp, 21)
     y = x[:, :1]

@@ -141,8 +141,8 @@ def test_ranks_with_different_measurements_make_the_same_plan(in_files: bool, tm
     assert np.isfinite(pipe.train_on_batch(*batches(mlp, 8))).all()
 
 
-def test_a_model_is_cut_by_the_times_of_each_kind_of_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks but the first run all layers but the last at once; their speeds for the whole model are equal."""
+def test_a_profile_has_the_times_of_each_kind_of_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has one kind, all others another."""
     monkeypatch.setattr(cluster_module, "processor", lambda: f"made up {min(hvpipe.rank(), 1)}")
     profile, cluster = hk.measure_ranks(own_profile())
     assert all(found == (profile, cluster) for found in hvpipe.allgather_object((profile, cluster)))
