@@ -522,12 +522,12 @@ class Engine:
         """Return how many training steps this rank has announced to the others."""
         return 0 if self.core is None else int(self.core.counters()["steps"])
 
-    def fail_in_step(self, why: str) -> None:
-        """End all communication with an error, because a step that began will not be complete."""
+    def fail_in_step(self, why: str, what: str = "A step") -> None:
+        """End all communication with an error, because `what`, which began, will not be complete."""
         if self.core is not None:
             self.core.fail(
-                "A step ended with an error on this rank after it began. "
-                "The other ranks may wait for its tensors, and the weights may be updated in part, "
+                f"{what} ended with an error on this rank after it began. "
+                "The other ranks may wait for its tensors, and weights may be updated in part, "
                 f"so this process cannot continue training. Received: {why}"
             )
 

@@ -180,7 +180,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         channel = TensorChannel(session, device_of_messages(session))
         samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
         peers = layout.peers_of(session.world.rank) if channel.by_nccl else ()
-        with ending_all(session):
+        with ending_all(session, "Making a pipeline"):
             channel.connect(peers)
             shared = SharedVariables(session, layout, channel)
             shared.broadcast()

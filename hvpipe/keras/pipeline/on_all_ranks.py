@@ -40,8 +40,10 @@ def on_all_ranks(session: Session, what: str, action: Callable[[], Result]) -> R
 
 
 @contextlib.contextmanager
-def ending_all(session: Session, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """End all ranks' communication if this rank leaves early: messages and sums are under way.
+def ending_all(
+    session: Session, what: str = "A step", *, but: type[Exception] | tuple[()] = ()
+) -> Iterator[None]:
+    """End all ranks' communication if this rank leaves `what` early: messages and sums are under way.
 
     `but` are errors that all ranks raise together.
     """
@@ -50,7 +52,7 @@ def ending_all(session: Session, but: type[Exception] | tuple[()] = ()) -> Itera
     except but:
         raise
     except BaseException as error:
-        session.engine.fail_in_step(f"{type(error).__name__}: {error}")
+        session.engine.fail_in_step(f"{type(error).__name__}: {error}", what)
         raise
 
 
