@@ -191,7 +191,10 @@ def test_a_schedule_is_read_back_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": "hvpipe-plan"}, '"format": "hvpipe-schedule". Received: a plan, with format=.hvpipe-plan.'),
+        (
+            {"format": "hvpipe-plan"},
+            '"format": "hvpipe-schedule". Received: a plan, with format=.hvpipe-plan.',
+        ),
         ({"stages": 0}, "stages should be a whole number of at least 1. Received: stages=0"),
         ({"actions": ["0F0 0B0", "1F0 1G0"]}, r"actions\[1\]: an action should read F0.*Received: '1G0'"),
         ({"actions": ["0F0", ""]}, r"some actions for each rank.*numbers of actions=\[1, 0\]"),
