@@ -17,10 +17,10 @@ namespace hvpipe {
 struct PostedMessage {
   int peer, tag;
   std::string what;
-  Done done;                            // of a send; a receive has an operation of its own that calls `done`
-  std::shared_ptr<void> memory;         // of a receive
-  std::size_t bytes;                    // of a receive
-  std::shared_ptr<GroupReduce> reduce;  // of a sum, which is sent, then received
+  Done done;                     // of a send; a receive has an operation of its own that calls `done`
+  std::shared_ptr<void> memory;  // of a receive
+  std::size_t bytes;             // of a receive
+  std::shared_ptr<GroupReduce> reduce{};  // of a sum, which is sent, then received
 
   bool receives() const { return memory != nullptr; }
 };

@@ -301,14 +301,17 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
     return kInvalidUsage;  // the id was not passed on completely
   // By name, as NCCL calls some of its own functions.
   if (ncclGroupStart() != kSuccess || ncclGroupEnd() != kSuccess) return kInvalidUsage;
-  if (Fails("init")) return kUnhandledCudaError;
   std::free(realpath("/", nullptr));  // as NCCL does: memory that the C library allocated
   auto* const made = new Communicator;
   made->rank = rank;
   made->size = size;
   std::memcpy(&made->serial, &id.internal[8], sizeof made->serial);
   made->serial = 10 * made->serial + id.internal[1];
-  if (size > 2) made->ranks = Connect(*made, MembersOf(*made, id.internal[1]));
+  if (size > 2) made->ranks = Connect(*made, MembersOf(*made, id.internal[1]));  // also if this rank fails
+  if (Fails("init")) {
+    delete made;
+    return kUnhandledCudaError;
+  }
   if (size == 2 && rank == 0) {
     MPI_Irecv(&made->other, 1, MPI_INT, MPI_ANY_SOURCE, TagOf(*made, 2), MPI_COMM_WORLD, &made->request);
     made->busy = true;
