@@ -42,15 +42,13 @@ class ConcurrentCollectives : public Collective {
     return std::all_of(members_.begin(), members_.end(), [](const auto& member) { return member->done(); });
   }
   std::string Waiting() const override {
-    const auto late =
-        std::find_if(members_.begin(), members_.end(), [](const auto& member) { return !member->done(); });
-    return late == members_.end() ? "nothing" : (*late)->Waiting();
+    const Collective* const late = Late();
+    return late == nullptr ? "nothing" : late->Waiting();
   }
   // Of the first that is not done, as in Waiting.
   std::optional<int> Peer() const override {
-    const auto late =
-        std::find_if(members_.begin(), members_.end(), [](const auto& member) { return !member->done(); });
-    return late == members_.end() ? std::nullopt : (*late)->Peer();
+    const Collective* const late = Late();
+    return late == nullptr ? std::nullopt : late->Peer();
   }
   double MostNapS() const override {
     double least_s = Collective::MostNapS();
@@ -61,6 +59,13 @@ class ConcurrentCollectives : public Collective {
   }
 
  private:
+  // The first that is not done; null: none.
+  const Collective* Late() const {
+    const auto late =
+        std::find_if(members_.begin(), members_.end(), [](const auto& member) { return !member->done(); });
+    return late == members_.end() ? nullptr : late->get();
+  }
+
   std::vector<std::unique_ptr<Collective>> members_;
 };
 

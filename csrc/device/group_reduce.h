@@ -55,9 +55,8 @@ struct GroupReduce {
 // By NCCL, an all-reduce shares the rule of messages (see NcclMessages): it takes the device for itself, only
 // when the data of all ranks of the group exist, and a lower rank takes its device before a higher one.
 //
-//   first rank    hears what all ranks sum | takes the device, tells the next rank | NCCL
-//   other ranks   tell the first           | hear it from the rank before, take the device, tell the next |
-//   NCCL
+//   first rank    hears what all sum | takes the device, tells the next rank          | NCCL
+//   other ranks   tell the first     | hear the one before, take it, tell the next    | NCCL
 class GroupReducer {
  public:
   GroupReducer(RankDevice& device, Network& network, Messenger& messenger, Counters& counters)

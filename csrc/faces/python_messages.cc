@@ -121,7 +121,8 @@ Request PostGroupReduce(Engine& engine, int group, std::size_t count, const std:
   return request;
 }
 
-// TensorFlow's kernels send and take posted messages. From Python, only tests do.
+// TensorFlow's kernels send and take posted messages. From Python, only tests and
+// bench.gpu do.
 void SendPosted(Engine& engine, std::int64_t number, const nb::object& array, Address data, std::size_t bytes,
                 Address stream) {
   const std::shared_ptr<const void> held(new nb::object(array), [](const void* object) {
