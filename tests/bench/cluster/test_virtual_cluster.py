@@ -305,13 +305,16 @@ def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @real
+@pytest.mark.timeout(120)
 def test_the_command_runs_in_the_first_host_and_reaches_the_others(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     script = "cat /proc/sys/kernel/hostname; ssh h2 cat /proc/sys/kernel/hostname; exit 7"
     assert main(["3x1gbit", "sh", "-c", script]) == 7
     assert capfd.readouterr().out.split() == ["h0", "h2"]
-    assert main(["-np", "2", "2xunlimited", "cat", "/proc/sys/kernel/hostname"]) == 0
+    # Open MPI 5's mpirun does not always end after ranks that end at once (openpmix/prrte, issue 1839).
+    script = "sleep 2; cat /proc/sys/kernel/hostname"
+    assert main(["-np", "2", "2xunlimited", "sh", "-c", script]) == 0
     assert sorted(capfd.readouterr().out.split()) == ["h0", "h1"]
     assert_nothing_left(f"hv{os.getpid()}")
 
