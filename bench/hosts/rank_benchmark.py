@@ -47,13 +47,19 @@ def hosts_of(cluster: str | None, hosts: str | None) -> Hosts:
     return ThisHost() if cluster is None else VirtualCluster(named_cluster(cluster, Path())[1])
 
 
-def run_on_ranks(worker: str, arguments: Mapping[str, Any], hosts: Hosts, options: argparse.Namespace) -> Any:
+def run_on_ranks(
+    worker: str,
+    arguments: Mapping[str, Any],
+    hosts: Hosts,
+    options: argparse.Namespace,
+    python: str = sys.executable,
+) -> Any:
     """Let every rank call the worker's `measure`, and return the result of rank 0."""
     warn_if_busy()
     with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=hosts.shared_folder) as name:
         folder = Path(name)
         (folder / "arguments").write_bytes(pickle.dumps(arguments))
-        command = [sys.executable, "-m", "bench.hosts.rank_benchmark", worker, name]
+        command = [python, "-m", "bench.hosts.rank_benchmark", worker, name]
         status = _status_of(command, hosts, options)
         if status != 0 or not (folder / "result").exists():
             raise BenchError(f"The ranks failed with status {status}: see their output")
