@@ -31,7 +31,7 @@ from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes
 from bench.report.figures import all_figures
-from bench.report.files import show_figures, write_page
+from bench.report.page import show_figures, write_page
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import keep_tuned

@@ -21,7 +21,6 @@ from bench.hosts.hardware import describe_hardware
 from bench.hosts.hosts import Hosts
 from bench.metrics import format_time
 from bench.rounds.record import NOT_UP, Case, Round, Task
-from bench.rounds.timed_steps import counted
 from hvpipe.errors import HvpipeError
 
 RunRound = Callable[[Case, int, Hosts, float], Round]
@@ -171,5 +170,5 @@ def _gave_up(outcome: EvaluationOutcome, case: Case) -> bool:
 def _line(finished: Round) -> str:
     if not finished.ok:
         return f"{finished.case.key}: {'skipped' if finished.skipped else 'failed'}, {finished.why}"
-    step_s = max(median(counted(finished.case.task, rank.step_s)) for rank in finished.ranks)
+    step_s = max(median(finished.counted(rank)) for rank in range(len(finished.ranks)))
     return f"{finished.case.key}: step {format_time(step_s)}, the round {format_time(finished.taken_s)}"

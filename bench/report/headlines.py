@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 
 from bench.evaluation.outcome import EvaluationOutcome
+from bench.evaluation.suite import LOOPBACK
 from bench.report.figures import (
     CaseFigures,
     by_group,
     computes_alone,
     failed_cases,
+    mean_of_samples,
     pays,
 )
 from bench.report.learning import best_of, learning
@@ -25,10 +27,10 @@ from bench.report.speedups import (
     less_or_more,
     means,
 )
-from bench.report.usage import disturbed
 
 OURS = "hvpipe-step"
 _OPT_IN = "hvpipe-local"
+_OTHER_CORES = 0.5
 _WHERE = {
     True: ", where a cluster is faster than one host",
     False: ", where one host alone is faster",
@@ -94,29 +96,34 @@ def comparisons(outcome: EvaluationOutcome, rows: Sequence[CaseFigures]) -> dict
 
 def cautions(outcome: EvaluationOutcome) -> list[str]:
     """Return what a reader must know before the figures."""
-    beside = disturbed(outcome)
-    other = [f"Other work took half a core or more beside: {'; '.join(beside)}."] if beside else []
-    return [*outcome.setting.notes, *other, *_not_run_yet(outcome)]
-
-
-def left_out(outcome: EvaluationOutcome) -> str:
-    """Name the cases that failed, whose comparisons are left out; "" without any."""
-    failed = sorted(failed_cases(outcome))
-    return f"Failed, so that their comparisons are left out: {', '.join(failed)}." if failed else ""
-
-
-def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
-    """Say how many of the planned rounds have figures; nothing if all do."""
+    found = list(outcome.setting.notes)
+    if beside := disturbed(outcome):
+        found.append(f"Other work took half a core or more beside: {'; '.join(beside)}.")
     groups = outcome.setting.plan.get("groups", [])
-    planned = sum(
-        1 if name in of.get("once", ()) else of["rounds"] for of in groups for name in of["systems"]
-    )
-    measured = sum(each.ok for each in outcome.rounds)
-    if measured >= planned:
-        return []
-    return [
-        f"{measured} of {planned} planned rounds have figures. Others failed, were skipped or are to run."
-    ]
+    planned = sum(1 if name in of["once"] else of["rounds"] for of in groups for name in of["systems"])
+    if (measured := sum(each.ok for each in outcome.rounds)) < planned:
+        found.append(
+            f"{measured} of {planned} planned rounds have figures. Others failed, were skipped or are to run."
+        )
+    if failed := sorted(failed_cases(outcome)):
+        found.append(f"Failed, so that their comparisons are left out: {', '.join(failed)}.")
+    return found
+
+
+def disturbed(outcome: EvaluationOutcome) -> list[str]:
+    """Return the rounds beside which other work took half a core of this machine or more, on the average.
+
+    Known where all ranks were on this machine: their own CPU time is left out.
+    """
+    groups = outcome.setting.plan.get("groups", [])
+    here = {each["cluster"] for each in groups if each["spec"] is not None or each["cluster"] == LOOPBACK}
+    found = []
+    for each in outcome.rounds:
+        host = mean_of_samples(each.ranks[:1], "host") if each.case.cluster in here else None
+        own = sum(rank.cpu_share for rank in each.ranks)
+        if host is not None and host * outcome.setting.machine.cores - own >= _OTHER_CORES:
+            found.append(f"{each.case.key}, round {each.number + 1}")
+    return found
 
 
 def _bounds(rows: Sequence[CaseFigures]) -> str:

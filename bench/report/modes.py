@@ -74,12 +74,6 @@ def describe(rows: Sequence[CaseFigures]) -> str:
     return "\n\n".join(made)
 
 
-def advice(rows: Sequence[CaseFigures]) -> list[str]:
-    """Return a sentence for each group whose computing and links are known."""
-    groups = {name: forecasts(members) for name, members in _of_steps(rows).items()}
-    return [f"{name}: {advised(found)}" for name, found in groups.items() if found]
-
-
 def as_json(rows: Sequence[CaseFigures]) -> dict[str, list[Mapping[str, object]]]:
     """Return the forecasts of each group as plain data."""
     return {name: [vars(each) for each in forecasts(members)] for name, members in _of_steps(rows).items()}

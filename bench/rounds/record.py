@@ -108,6 +108,16 @@ class Round:
     versions: str = ""  # TensorFlow, Keras, the system's own, MPI
     notes: tuple[str, ...] = ()  # how the system is driven, and what could not be measured
 
+    def counted(self, rank: int) -> list[float]:
+        """Return the timed steps of a rank that count: all but the first one, for every system alike.
+
+        Timed steps are a run of their own, which begins with nothing left over. A system that collects
+        gradients in the next step has nothing to collect in the first, so that one is too short. Epochs are
+        timed from within a run, so all their steps are complete. Of two steps or fewer all count.
+        """
+        step_s = self.ranks[rank].step_s
+        return list(step_s if self.case.task.epochs or len(step_s) <= 2 else step_s[1:])
+
     @property
     def ok(self) -> bool:
         """Whether it has figures."""
