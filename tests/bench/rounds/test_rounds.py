@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from bench.errors import BenchError
-from bench.evaluation.journal import Journal
-from bench.evaluation.outcome import EvaluationOutcome
+from bench.evaluation.outcome import EvaluationOutcome, Journal
 from bench.hosts.hosts import ThisHost
 from bench.hosts.process_placement import ROOT, Placement
 from bench.hosts.real_hosts import RealHosts
