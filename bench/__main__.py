@@ -32,7 +32,6 @@ from bench.report.figures import all_figures
 from bench.report.page import show_figures, write_page
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
-from bench.systems.tuned import keep_tuned
 from hvpipe.errors import HvpipeError
 
 _ROOT = Path(__file__).parents[1]
@@ -162,7 +161,7 @@ def _tune(options: argparse.Namespace) -> int:
         print(f"fastest: {best.case.system}", file=sys.stderr)
         if options.keep:
             place = outcome.setting.cluster(best.case.cluster).description
-            keep_tuned(options.system, tune.tuned(options.system, best, place, options.rounds))
+            tune.keep(options.system, best, place, options.rounds)
     return status
 
 

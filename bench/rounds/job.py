@@ -28,20 +28,13 @@ class RankJob:
     size: int
     options: Mapping[str, str]
     directory: Path
-    local_rank_and_size: tuple[int, int] = (
-        0,
-        1,
-    )  # this rank's number on its host, and the number of ranks there
+    local_rank_and_size: tuple[int, int] = (0, 1)  # its number on its host, and the number of ranks there
     watch: StepWatch = field(init=False)
     by_rank: dict[int, RankRound] = field(default_factory=dict)
     gradient_bytes: int = 0
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.task.shares and len(self.task.shares) != self.size:
-            raise ValueError(
-                f"Shares must be one for each of {self.size} ranks. Received: shares={self.task.shares}"
-            )
         self.watch = StepWatch(self.task.warm_up if self.task.epochs else None, self.local_rank_and_size[0])
 
     @property

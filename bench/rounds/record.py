@@ -126,7 +126,7 @@ class Round:
     @property
     def not_up(self) -> bool:
         """Whether only the hosts were missing. They may be up the next time."""
-        return means_not_up(self.skipped)
+        return self.skipped.startswith(NOT_UP)
 
     @property
     def why(self) -> str:
@@ -149,11 +149,6 @@ class Round:
         ranks = tuple(rank_round(rank) for rank in data["ranks"])
         rest = {k: v for k, v in data.items() if k not in ("case", "ranks", "notes")}
         return Round(Case(task=Task(**task), **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
-
-
-def means_not_up(reason: str) -> bool:
-    """Return whether a reason says that only the hosts were missing. They may be up the next time."""
-    return reason.startswith(NOT_UP)
 
 
 def last_words(output: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.rounds.job import RankJob
-from bench.systems.keras_fit import fit
+from bench.systems.loop import fit
 from bench.systems.ring_stream import RingStream
 from bench.training.prepare import claim_gpu, gradient_bytes, prepare_tensorflow
 from bench.training.workloads import compiled_model, train_whole_steps

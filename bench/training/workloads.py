@@ -166,13 +166,7 @@ def runs_of(job: RankJob) -> list[tuple[int, int, bool]]:
     """
     if job.task.epochs == 0:
         return [(1, job.task.warm_up, False), (1, job.task.steps, True)]
-    steps = _steps_of_epoch(job)
-    if job.task.epochs * steps <= job.task.warm_up:
-        raise BenchError(
-            f"Epochs must have more steps than the {job.task.warm_up} of the warm-up. "
-            f"Received: epochs={job.task.epochs} of {steps} steps, of {sum(job.batches)} samples"
-        )
-    return [(job.task.epochs, steps, False)]
+    return [(job.task.epochs, _steps_of_epoch(job), False)]
 
 
 def trained_examples(workload: str) -> int:
