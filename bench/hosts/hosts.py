@@ -15,7 +15,7 @@ from types import TracebackType
 
 from bench.cluster.spec import ClusterSpec
 from bench.errors import BenchError
-from bench.launch import mpirun
+from bench.launch import mpirun, processes
 from hvpipe.commands.hosts import HostSlots
 
 FIRST_PORT = 20100  # of those that are used on a host, virtual or real
@@ -75,7 +75,7 @@ class Hosts(ABC):
         self, host: str, command: Sequence[str], *, timeout_s: float | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host to its end and return its output as text."""
-        return mpirun.run(self.host_command(host, command), timeout_s=timeout_s)
+        return processes.run(self.host_command(host, command), timeout_s=timeout_s)
 
     def run(
         self,
@@ -88,7 +88,7 @@ class Hosts(ABC):
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on `ranks` ranks to its end. Every rank gets `env`."""
         line = self.mpirun_command(ranks, command, tuple(env or ()))
-        return mpirun.run(line, timeout_s=timeout_s, env=env, capture=capture)
+        return processes.run(line, timeout_s=timeout_s, env=env, capture=capture)
 
 
 class ThisHost(Hosts):

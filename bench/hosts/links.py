@@ -14,6 +14,7 @@ from bench.cluster.spec import format_rate
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.hosts.hosts import Hosts
+from bench.launch.processes import started
 from bench.rounds.record import last_words
 
 _PORT = 5201
@@ -84,11 +85,8 @@ def measure_two_way(hosts: Hosts, first: str, second: str, *, seconds: float = 4
     address = [second, str(_PORT), str(seconds)]
     nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal on its stdin
     server = hosts.host_command(second, [*program, "server", *address])
-    with subprocess.Popen(server, stdin=nothing, stdout=nothing, stderr=nothing) as process:
-        try:
-            there, here = json.loads(_retry(hosts, first, [*program, "client", *address], seconds + 30))
-        finally:
-            process.terminate()
+    with started(server, stdin=nothing, stdout=nothing, stderr=nothing):
+        there, here = json.loads(_retry(hosts, first, [*program, "client", *address], seconds + 30))
     return there, here
 
 

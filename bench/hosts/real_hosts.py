@@ -15,7 +15,7 @@ from typing import Any
 from bench.errors import BenchError
 from bench.hosts.hardware import same_and_others
 from bench.hosts.hosts import FIRST_PORT, HostList, Hosts
-from bench.launch import mpirun
+from bench.launch import mpirun, processes
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import exported_names
 from hvpipe.errors import LaunchError
@@ -46,7 +46,7 @@ class RealHosts(Hosts):
     def execute(
         self, host: str, command: Sequence[str], *, timeout_s: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        return mpirun.run([*_SSH_PLAIN, host, *command], timeout_s=timeout_s)
+        return processes.run([*_SSH_PLAIN, host, *command], timeout_s=timeout_s)
 
     def mpirun_command(self, ranks: int, command: Sequence[str], export: Sequence[str] = ()) -> list[str]:
         names = tuple(dict.fromkeys((*exported_names(os.environ), *export)))
@@ -82,7 +82,7 @@ class RealHosts(Hosts):
         """Return the JSON that a command prints last on a host. BenchError if it does not."""
         line = mpirun.line(1, command, (HostSlots(host.name, 1),), export=tuple(exported_names(os.environ)))
         try:
-            done = mpirun.run(line, timeout_s=timeout_s)
+            done = processes.run(line, timeout_s=timeout_s)
             if done.returncode == 0:
                 found: dict[str, Any] = json.loads(_end(done.stdout, lines=1))
                 return found

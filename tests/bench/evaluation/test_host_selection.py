@@ -17,7 +17,7 @@ from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.hosts import ThisHost
 from bench.hosts.real_hosts import RealHosts
-from bench.launch import mpirun
+from bench.launch import processes
 from bench.rounds.record import Task
 
 SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"), rounds=2),))
@@ -68,7 +68,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
         said = answers[host[0]]
         return subprocess.CompletedProcess(command, int(not said), said, "-----\nssh: no route to host\n")
 
-    monkeypatch.setattr("bench.launch.mpirun.run", answer)
+    monkeypatch.setattr("bench.launch.processes.run", answer)
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
     monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
 
@@ -114,7 +114,9 @@ def test_links_of_real_hosts_are_measured_both_ways(monkeypatch: pytest.MonkeyPa
     # Real hosts: this one, reached without ssh.
     monkeypatch.setattr(RealHosts, "host_command", lambda self, host, command: command)
     monkeypatch.setattr(
-        RealHosts, "execute", lambda self, host, command, timeout_s: mpirun.run(command, timeout_s=timeout_s)
+        RealHosts,
+        "execute",
+        lambda self, host, command, timeout_s: processes.run(command, timeout_s=timeout_s),
     )
     monkeypatch.setattr(links, "_PORT", 20201)
     hosts = RealHosts("a:2,localhost")

@@ -85,10 +85,10 @@ def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> No
 
 ENDED = """
 import sys
-from bench.launch import mpirun
+from bench.launch import processes
 
 code = "import time; print('here', flush=True); time.sleep(300)"
-mpirun.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
+processes.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
 """
 
 
