@@ -22,13 +22,8 @@ _NAMES = (
     *("hvpipe-local", "hvpipe-int8"),
 )
 _GPU = {"gpu_share": ("GPU kept busy, %", 100.0), "gpu_memory_share": ("GPU memory kept busy, %", 100.0)}
+Figure = tuple[str, str]  # the caption, and the plot as SVG
 _Series = dict[str, tuple[list[float], list[float]]]
-
-
-@dataclass(frozen=True)
-class Figure:
-    caption: str
-    svg: str
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ def curve(rows: list[CaseFigures]) -> list[Figure]:
         labels = ("communication : computing", "throughput, one host = 1")
         title = f"{ranks} ranks"
         drawn = lines(title, {**theory, **series}, colours, labels, float(ranks), points=tuple(series))
-        plots.append(Figure(title, drawn))
+        plots.append((title, drawn))
     return plots
 
 
@@ -108,7 +103,7 @@ def steps(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Part]:
         )
         task = first.case.task.describe([row.rounds for row in members])
         description = f"{outcome.setting.cluster(first.case.cluster).description}; {task}"
-        figure = Figure("Median step of the slowest rank", drawing)
+        figure = ("Median step of the slowest rank", drawing)
         made.append(Part(name, figure, step_table(members), description))
     return made
 
@@ -191,7 +186,7 @@ def time_to_accuracy(outcome: EvaluationOutcome) -> list[Part]:
         colours = {name: system_colour(name) for name in series}
         drawn = lines(f"accuracy, {group}", series, colours, ("seconds of training", "accuracy"), 1.0)
         header = ["system", f"time to {target:.1%}", "last accuracy", "seeds"]
-        made.append(Part(group, Figure("accuracy over time, first seed", drawn), Table(header, rows)))
+        made.append(Part(group, ("accuracy over time, first seed", drawn), Table(header, rows)))
     return made
 
 

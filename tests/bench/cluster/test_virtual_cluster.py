@@ -144,11 +144,6 @@ def test_ranks_meet_only_on_the_links(open_mpi: pytest.MonkeyPatch) -> None:
     assert f"--bind-to none --mca plm_rsh_agent {agent}" in start_line(equal_hosts(2), 2)
 
 
-def test_cluster_name_is_checked() -> None:
-    with pytest.raises(BenchError, match="Received: name='a b'"):
-        VirtualCluster(equal_hosts(1), "a b")
-
-
 def test_without_root_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
