@@ -71,11 +71,9 @@ class Hosts(ABC):
         """A folder that all hosts see; None if any folder of this machine does."""
         return None
 
-    def execute(
-        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end and return its output as text."""
-        return processes.run(self.host_command(host, command), timeout_s=timeout_s)
+    def plain_command(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return the line that runs a command on a host, which keeps input, output and errors as they are."""
+        return self.host_command(host, command)
 
     def run(
         self,

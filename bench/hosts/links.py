@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 from bench.cluster.spec import format_rate
 from bench.cluster.virtual_cluster import VirtualCluster
-from bench.errors import BenchError
 from bench.hosts.hosts import Hosts
-from bench.launch.processes import started
+from bench.hosts.stream import COMMAND, open_stream
 from bench.rounds.record import last_words
 
-_PORT = 5201
+_FIRST_BYTES = 1 << 20
 _NEAR = 0.15  # by which a measured rate may differ from the set one
 
 
@@ -76,27 +71,21 @@ def _slower(hosts: Hosts, second: str) -> float | None:
 
 
 def measure_two_way(hosts: Hosts, first: str, second: str, *, seconds: float = 4.0) -> tuple[float, float]:
-    """Stream both ways between two hosts for `seconds`, after one second that does not count.
+    """Stream both ways between two hosts for some `seconds`.
 
-    Return the bits per second that arrived at the second and at the first host. A ring uses both directions
+    Return the bits per second that arrived at the first and at the second host. A ring uses both directions
     alike, so it can reach their mean at most.
     """
-    program = [sys.executable, str(Path(__file__).with_name("two_way_stream.py"))]
-    address = [second, str(_PORT), str(seconds)]
-    nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal on its stdin
-    server = hosts.host_command(second, [*program, "server", *address])
-    with started(server, stdin=nothing, stdout=nothing, stderr=nothing):
-        there, here = json.loads(_retry(hosts, first, [*program, "client", *address], seconds + 30))
-    return there, here
-
-
-def _retry(hosts: Hosts, host: str, command: list[str], timeout_s: float) -> str:
-    """Run the client again until the server listens."""
-    deadline = time.monotonic() + 15.0  # over ssh, Python takes seconds to start
-    while True:
-        result = hosts.execute(host, command, timeout_s=timeout_s)
-        if result.returncode == 0:
-            return result.stdout
-        if time.monotonic() > deadline:
-            raise BenchError(f"`{' '.join(command)}` in {host} failed: {result.stderr or result.stdout}")
-        time.sleep(0.1)
+    with (
+        open_stream(hosts.plain_command(first, COMMAND)) as one,
+        open_stream(hosts.plain_command(second, COMMAND)) as other,
+    ):
+        one.send_to(second, other.port)
+        other.send_to(first, one.port)
+        size_bytes, taken_s = _FIRST_BYTES, (0.0, 0.0)
+        while min(taken_s) < seconds:
+            one.begin(size_bytes)
+            other.begin(size_bytes)
+            taken_s, sent_bytes = (one.wait(), other.wait()), size_bytes
+            size_bytes = int(sent_bytes * min(8.0, 1.2 * seconds / min(taken_s)))
+    return 8 * sent_bytes / taken_s[0], 8 * sent_bytes / taken_s[1]

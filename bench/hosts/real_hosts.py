@@ -23,8 +23,8 @@ from hvpipe.errors import LaunchError
 _ROOT = Path(__file__).parents[2]
 _ANSWER_TIMEOUT_S = 60.0
 # With a terminal (-tt), a remote process ends when we do. Otherwise a server would run for ever.
-_SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
-_SSH_PLAIN = ("ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")  # keeps output and errors apart
+_SSH_PLAIN = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+_SSH = (*_SSH_PLAIN, "-tt")
 
 
 class RealHosts(Hosts):
@@ -43,10 +43,8 @@ class RealHosts(Hosts):
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
         return [*_SSH, host, *command]
 
-    def execute(
-        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        return processes.run([*_SSH_PLAIN, host, *command], timeout_s=timeout_s)
+    def plain_command(self, host: str, command: Sequence[str]) -> list[str]:
+        return [*_SSH_PLAIN, host, *command]
 
     def mpirun_command(self, ranks: int, command: Sequence[str], export: Sequence[str] = ()) -> list[str]:
         names = tuple(dict.fromkeys((*exported_names(os.environ), *export)))

@@ -17,7 +17,6 @@ from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.hosts import ThisHost
 from bench.hosts.real_hosts import RealHosts
-from bench.launch import processes
 from bench.rounds.record import Task
 
 SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"), rounds=2),))
@@ -112,14 +111,8 @@ def test_hosts_are_described_and_have_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_links_of_real_hosts_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     # Real hosts: this one, reached without ssh.
-    monkeypatch.setattr(RealHosts, "host_command", lambda self, host, command: command)
-    monkeypatch.setattr(
-        RealHosts,
-        "execute",
-        lambda self, host, command, timeout_s: processes.run(command, timeout_s=timeout_s),
-    )
-    monkeypatch.setattr(links, "_PORT", 20201)
-    hosts = RealHosts("a:2,localhost")
+    monkeypatch.setattr(RealHosts, "plain_command", lambda self, host, command: command)
+    hosts = RealHosts("127.0.0.1:2,localhost")
     (found,) = links.measure(hosts, "hosts", seconds=0.2)
     assert found.second == "localhost"
     assert found.two_way_bits_per_s is not None
