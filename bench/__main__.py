@@ -138,25 +138,18 @@ def _run(options: argparse.Namespace) -> int:
             "the same command does not run failed cases again, but with --retry-failed it does",
             file=sys.stderr,
         )
-    if _none_installed(outcome):
-        raise BenchError("One of the suite's systems at least should be installed. Received: none")
     return status
 
 
 def _step(options: argparse.Namespace) -> int:
     names = [name.strip() for name in options.systems.split(",")]
-    outcome = _one_group(options, names, SYSTEMS, options.out)
-    if options.out is not None:
-        return _finish(outcome, options.out, options.json)
-    print(show_figures(outcome, as_json=options.json))
-    return _status(outcome)
+    return _finish(_one_group(options, names, SYSTEMS, options.out), options.out, options.json)
 
 
 def _tune(options: argparse.Namespace) -> int:
     variants = tune.variants(options.system)
     outcome = _one_group(options, list(variants), variants, None)
-    print(show_figures(outcome, as_json=options.json))
-    if (status := _status(outcome)) == 0:
+    if (status := _finish(outcome, None, options.json)) == 0:
         best = min(all_figures(outcome), key=lambda row: row.step_s)
         print(f"fastest: {best.case.system}", file=sys.stderr)
         if options.keep:
@@ -186,17 +179,9 @@ def _one_group(
     evaluation = _evaluation(suite, selection, options, systems)
     warn_if_busy()
     if folder is not None:
-        outcome = _measured(evaluation, folder, retry_failed=True)
-    else:
-        with TemporaryDirectory(prefix="hvpipe-bench-") as kept:
-            outcome = evaluation.run(Path(kept))
-    if _none_installed(outcome):
-        raise BenchError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
-    return outcome
-
-
-def _none_installed(outcome: EvaluationOutcome) -> bool:
-    return all(each.skipped and not each.not_up for each in outcome.rounds)
+        return _measured(evaluation, folder, retry_failed=True)
+    with TemporaryDirectory(prefix="hvpipe-bench-") as kept:
+        return evaluation.run(Path(kept))
 
 
 def _evaluation(
@@ -217,10 +202,13 @@ def _evaluation(
         for name, each in systems.items()
         if name in used and (why := each.missing(python))
     }
-    run: RunRound = partial(run_round, python=python, systems=systems)
-    evaluation = Evaluation(suite, selection, run, missing, describe_software(python))
+    if used == missing.keys():
+        raise BenchError(
+            f"One of the systems at least should be installed. Received: {'; '.join(missing.values())}"
+        )
     print(suite.title, file=sys.stderr)
-    return evaluation
+    run: RunRound = partial(run_round, python=python, systems=systems)
+    return Evaluation(suite, selection, run, missing, describe_software(python))
 
 
 def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> EvaluationOutcome:
@@ -260,16 +248,13 @@ def _report(options: argparse.Namespace) -> int:
     return _finish(EvaluationOutcome.read(options.folder), options.folder, options.json)
 
 
-def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
-    written = write_page(outcome, folder)
+def _finish(outcome: EvaluationOutcome, folder: Path | None, as_json: bool) -> int:
+    """Print the figures, with a page in the folder, if there is one. Return the exit code."""
+    written = "" if folder is None else write_page(outcome, folder)
     print(show_figures(outcome, as_json=as_json))
-    print(f"written: {written}", file=sys.stderr)
-    return _status(outcome)
-
-
-def _status(outcome: EvaluationOutcome) -> int:
-    failed = any(each.error for each in outcome.rounds)
-    return 1 if failed or any(each.not_up for each in outcome.rounds) else 0
+    if written:
+        print(f"written: {written}", file=sys.stderr)
+    return int(any(each.error or each.not_up for each in outcome.rounds))
 
 
 def _advise(options: argparse.Namespace) -> int:

@@ -62,13 +62,7 @@ class EvaluationOutcome:
 
     def to_json(self) -> str:
         """Return everything as text for from_json."""
-        data = {
-            "format": FORMAT,
-            "setting": asdict(self.setting),
-            "rounds": [each.to_dict() for each in self.rounds],
-            "links": [asdict(each) for each in self.links],
-        }
-        return json.dumps(data, separators=(",", ":"))
+        return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> EvaluationOutcome:

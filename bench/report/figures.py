@@ -169,14 +169,14 @@ def _case_figures(rounds: list[Round]) -> CaseFigures:
 
 
 def _gpu(by_rank: Sequence[Sequence[RankRound]]) -> dict[str, tuple[float | None, ...]]:
-    sampled = {name for rank in by_rank for each in rank for one in each.utilization for name in one}
+    sampled = {name for rank in by_rank for each in rank for name in each.utilization}
     quantities = sorted(name for name in sampled if name.startswith("gpu_") and name != _GPU_TOTAL)
-    return {name: tuple(mean_of_samples(rank, name) for rank in by_rank) for name in quantities}
+    return {name: tuple(_mean_use(rank, name) for rank in by_rank) for name in quantities}
 
 
-def mean_of_samples(rounds: Iterable[RankRound], name: str) -> float | None:
-    """Return the mean of a sampled quantity in some rounds of a rank; None if it was not sampled."""
-    values = [one[name] for each in rounds for one in each.utilization if name in one]
+def _mean_use(rounds: Sequence[RankRound], name: str) -> float | None:
+    """Return a sampled quantity in the rounds of a rank; None if it was not sampled."""
+    values = [each.utilization[name] for each in rounds if name in each.utilization]
     return statistics.fmean(values) if values else None
 
 

@@ -8,14 +8,7 @@ from statistics import geometric_mean
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.suite import LOOPBACK
-from bench.report.figures import (
-    CaseFigures,
-    by_group,
-    computes_alone,
-    failed_cases,
-    mean_of_samples,
-    pays,
-)
+from bench.report.figures import CaseFigures, by_group, computes_alone, failed_cases, pays
 from bench.report.learning import best_of, learning
 from bench.report.speedups import (
     BEST_NATIVE,
@@ -119,9 +112,10 @@ def disturbed(outcome: EvaluationOutcome) -> list[str]:
     here = {each["cluster"] for each in groups if each["spec"] is not None or each["cluster"] == LOOPBACK}
     found = []
     for each in outcome.rounds:
-        host = mean_of_samples(each.ranks[:1], "host") if each.case.cluster in here else None
-        own = sum(rank.cpu_share for rank in each.ranks)
-        if host is not None and host * outcome.setting.machine.cores - own >= _OTHER_CORES:
+        if not each.ok or each.case.cluster not in here or "host" not in each.ranks[0].utilization:
+            continue
+        busy = each.ranks[0].utilization["host"] * outcome.setting.machine.cores
+        if busy - sum(rank.cpu_share for rank in each.ranks) >= _OTHER_CORES:
             found.append(f"{each.case.key}, round {each.number + 1}")
     return found
 

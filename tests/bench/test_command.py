@@ -123,8 +123,7 @@ def test_without_any_installed_system_the_exit_code_is_2(
     suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--systems", "horovod"]) == 2
-    assert "Received: none" in capsys.readouterr().err
-    assert "absent" in (tmp_path / "out" / "report.html").read_text()
+    assert "should be installed. Received: Horovod: absent" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -434,7 +433,10 @@ def test_step_prints_a_row_for_each_system(
     [
         (["--systems", "single,hvpipe-stpe"], "Received: ['single', 'hvpipe-stpe']"),
         (["--systems", "single,single"], "each once. Received: ['single', 'single']"),
-        (["--systems", "horovod"], "One of the systems at least should be installed. Horovod: absent"),
+        (
+            ["--systems", "horovod"],
+            "at least should be installed. Received: Horovod: absent",
+        ),
         (["--batch", "0"], "must be at least 1. Received: Task("),
         (["--shares", "3,x"], "--shares should be whole numbers, as in 11,5. Received: '3,x'"),
         (["--shares", "3,4,5"], "shares should have one for each of 2 ranks. Received: [3, 4, 5]"),

@@ -253,14 +253,13 @@ def test_every_case_with_figures_has_one_row(parts: list[tuple[str, list[float]]
 
 
 def test_cores_and_gpu_use_are_given_for_every_rank() -> None:
-    def used(cores: float, *power_w: float) -> RankRound:
-        samples = [{"at_s": 0.1 * i, "gpu_power_w": watt} for i, watt in enumerate(power_w)]
-        return replace(rank([1.0]), cpu_share=cores, utilization=samples)
+    def used(cores: float, **utilization: float) -> RankRound:
+        return replace(rank([1.0]), cpu_share=cores, utilization=utilization)
 
     of = case("horovod")
     rounds = (
-        Round(of, 0, (used(0.9, 100.0, 200.0), used(0.5))),
-        Round(of, 1, (used(1.0, 300.0), used(0.5))),
+        Round(of, 0, (used(0.9, gpu_power_w=100.0, gpu_energy_j=5.0), used(0.5))),
+        Round(of, 1, (used(1.0, gpu_power_w=300.0), used(0.5))),
     )
     (found,) = all_figures(outcome(*rounds))
     assert found.cores == (pytest.approx(0.95), pytest.approx(0.5))
@@ -270,8 +269,7 @@ def test_cores_and_gpu_use_are_given_for_every_rank() -> None:
 @pytest.mark.parametrize(("cores", "named"), [(0.9, False), (0.8, False), (0.7, True)])
 def test_rounds_beside_other_work_are_named(cores: float, named: bool) -> None:
     """Both cores of the machine are busy in all samples, each of the two ranks with `cores` of them."""
-    samples = [{"at_s": 0.2 * number, "host": 1.0} for number in range(3)]
-    found = outcome(finished(case("hvpipe-step"), 1.0, utilization=samples, cpu_share=cores))
+    found = outcome(finished(case("hvpipe-step"), 1.0, utilization={"host": 1.0}, cpu_share=cores))
     plan = {"groups": [{"cluster": "2x1gbit", "spec": {"hosts": []}}]}
     found = replace(found, setting=replace(found.setting, plan=plan))
     assert bool(disturbed(found)) is named

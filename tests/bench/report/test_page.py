@@ -29,11 +29,10 @@ LINK = LinkFacts("2x1gbit", "h0", "h1", 1e9, 9.4e8)
 def everything() -> EvaluationOutcome:
     digits = Task("digits", 32, 8, epochs=2)
     curves = {"loss": [2.0, 1.0], "accuracy": [0.5, 0.875]}
-    samples = [{"at_s": 0.2 * i, "cpu": 0.5 + 0.1 * i} for i in range(4)]
     rounds = (
         finished(case("single"), 1.0),
         finished(case("tf-mwms"), 3.0),
-        finished(case("hvpipe-step"), 2.0, utilization=samples, sent_bytes=95_000_000),
+        finished(case("hvpipe-step"), 2.0, sent_bytes=95_000_000),
         Round(case("horovod"), 0, error="<b>no such</b> symbol & more\nlast line"),
         Round(case("tf-ps"), 0, skipped="<not installed>"),
         finished(case("single", "4x1gbit", 4), 1.0),
@@ -102,8 +101,8 @@ def test_every_figure_of_every_case_is_on_the_page() -> None:
 
 
 def test_cores_and_gpu_use_of_every_rank_are_in_the_report() -> None:
-    samples = [{"at_s": 0.2 * i, "gpu_share": 0.25, "gpu_pcie_sent_bytes_per_s": 5e6} for i in range(3)]
-    ranks = (rank([1.0], cpu_share=0.95, utilization=samples), rank([1.0], cpu_share=0.5))
+    used = {"gpu_share": 0.25, "gpu_pcie_sent_bytes_per_s": 5e6}
+    ranks = (rank([1.0], cpu_share=0.95, utilization=used), rank([1.0], cpu_share=0.5))
     task = replace(TASK, threads=4)
     text = " ".join(Page(page(outcome(Round(case("horovod", task=task), 0, ranks)))).text.split())
     assert "0.95 / 0.50" in text
