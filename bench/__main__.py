@@ -269,6 +269,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
+    _require_page()
     print(f"{options.file}: {rewrite(options.file, EvaluationOutcome.read(options.results))}")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bench.report.headlines import OURS, answer, cautions, comparisons, headline
 from bench.report.learning import SHARE
 from hvpipe.atomic_file import atomic_file
 
+_FOLDER = Path(__file__).parent
 _SHOWN_AS_JSON = ("step_s", "cpu_s", "noise", "samples_per_s", "efficiency", "over_bound")
 
 
@@ -27,15 +29,12 @@ def write_page(outcome: EvaluationOutcome, folder: Path) -> Path:
 
 
 def page(outcome: EvaluationOutcome) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    folder = Path(__file__).parent
     setting, rows = outcome.setting, all_figures(outcome)
     machine = setting.machine
     shown: dict[str, Any] = {
         "title": setting.title,
         "measured_on": f"{setting.started[:10]}, {machine.describe()}, hvpipe {machine.hvpipe}",
-        "style": (folder / "page.css").read_text(encoding="utf-8"),
+        "style": (_FOLDER / "page.css").read_text(encoding="utf-8"),
         "notices": cautions(outcome),
         "ours": OURS,
         "share_to_reach": f"{SHARE:.0%}",
@@ -54,14 +53,27 @@ def page(outcome: EvaluationOutcome) -> str:
     answered = shown["answer"] or shown["curve"] or shown["cases"].rows
     figures = {"Time to accuracy": shown["learning"], "Step time by system": shown["steps"]}
     shown["opened"] = None if answered else next((title for title, made in figures.items() if made), None)
+    return render("page.html.j2", shown) + "\n"
+
+
+def render(template: str, shown: dict[str, Any]) -> str:
+    """Fill in a template of this folder."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     environment = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=".html" in template,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    return environment.get_template("page.html.j2").render(shown) + "\n"
+    environment.filters["wrap"] = _wrapped
+    return environment.get_template(template).render(shown)
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Break a paragraph of Markdown into lines of at most 120 characters."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def show_figures(outcome: EvaluationOutcome, *, as_json: bool) -> str:

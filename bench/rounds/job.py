@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -50,15 +51,19 @@ class RankJob:
     def meet(self, what: str) -> None:
         """Wait for all ranks without MPI or TensorFlow, which differ between systems. It costs no CPU."""
         (self.directory / f"{what}-{self.rank}").touch()
-        deadline_s = time.monotonic() + _MEET_S
-        missing = set(range(self.size))
-        while missing:
-            # Over NFS, a file that was looked up too early may stay missing for 30 s. Listing the folder
-            # asks the server whether it changed.
-            there = set(os.listdir(self.directory))
-            missing = {rank for rank in missing if f"{what}-{rank}" not in there}
-            if missing and time.monotonic() > deadline_s:
-                raise TimeoutError(
-                    f"All ranks should reach {what!r} within {_MEET_S:g} s. Received: not ranks {missing}"
-                )
-            time.sleep(0.01)
+        wait_for(self.directory, {f"{what}-{rank}" for rank in range(self.size)}, _MEET_S)
+
+
+def wait_for(directory: Path, names: set[str], within_s: float = math.inf) -> None:
+    """Wait until files are there. TimeoutError names those that are missing.
+
+    Over NFS, a file that was looked up too early may stay missing for 30 s. Listing the folder asks the
+    server whether it changed.
+    """
+    deadline_s = time.monotonic() + within_s
+    while missing := names - set(os.listdir(directory)):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(
+                f"All processes should come so far within {within_s:g} s. Received: no {', '.join(missing)}"
+            )
+        time.sleep(0.01)

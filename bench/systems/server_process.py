@@ -7,17 +7,15 @@ writes what it has used to DIRECTORY/JOB-INDEX.begin and .end.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 from bench.rounds import meter
+from bench.rounds.job import wait_for
 from hvpipe.atomic_file import atomic_file
 
-_PERIOD_S = 0.05
 _ANSWER_S = 30.0  # the longest wait for a reading
 
 
@@ -29,16 +27,8 @@ def ask_for_readings(directory: Path, moment: str) -> None:
 def wait_for_reading(directory: Path, job: str, index: int, moment: str) -> meter.Reading:
     """Return what a server had used when it was asked."""
     name = f"{job}-{index}.{moment}"
-    _wait_for(directory, name, time.monotonic() + _ANSWER_S)
+    wait_for(directory, {name}, _ANSWER_S)
     return meter.Reading(**json.loads((directory / name).read_text()))
-
-
-def _wait_for(directory: Path, name: str, until_s: float = math.inf) -> None:
-    # Over NFS, listing the folder asks the server whether it changed; looking up a file may not.
-    while name not in os.listdir(directory):
-        if time.monotonic() > until_s:
-            raise TimeoutError(f"Every server should write what it has used. Received: no {name}")
-        time.sleep(_PERIOD_S)
 
 
 def serve(directory: Path, job: str, index: int) -> None:
@@ -64,7 +54,7 @@ def serve(directory: Path, job: str, index: int) -> None:
         resolver.cluster_spec(), job_name=job, task_index=index, protocol="grpc", config=config
     )
     for moment in ("begin", "end"):
-        _wait_for(directory, f"readings-{moment}")
+        wait_for(directory, {f"readings-{moment}"})
         with atomic_file(directory / f"{job}-{index}.{moment}") as file:
             file.write(json.dumps(asdict(meter.read())).encode())
     server.join()  # until it is ended
