@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from bench.cluster.spec import format_rate
-from bench.cluster.virtual_cluster import VirtualCluster
+from bench.cluster.spec import HostSpec, format_rate
 from bench.hosts.hosts import Hosts
+from bench.hosts.rank_benchmark import say
 from bench.hosts.stream import COMMAND, open_stream
 from bench.rounds.record import last_words
 
@@ -38,36 +37,25 @@ class LinkFacts:
 def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
     """Measure the links from the first host to every other one. Those that cannot be measured say why."""
     first, *others = hosts.spec.hosts
-    found = [
-        _measured(hosts, LinkFacts(cluster, first.name, host.name, _slower(hosts, host.name)), seconds)
-        for host in others
-    ]
-    for link in found:
+    found = []
+    for other in others:
+        ends = [host.rate_bits_per_s for host in (first, other) if isinstance(host, HostSpec)]
+        set_rate = min((rate for rate in ends if rate is not None), default=None)
+        link = LinkFacts(cluster, first.name, other.name, set_rate)
+        try:
+            rates = measure_two_way(hosts, first.name, other.name, seconds=seconds)
+            link = replace(link, two_way_bits_per_s=fmean(rates))
+        except Exception as error:  # the systems can be measured without it
+            say(f"{first.name} to {other.name}: both ways at once not measured, {error}")
+            link = replace(link, why=last_words(str(error)))
         if not link.keeps_its_limit:
-            print(
+            say(
                 f"WARNING: {cluster}: the link from {link.first} to {link.second} is set to "
                 f"{format_rate(link.set_bits_per_s)}, and carries {format_rate(link.two_way_bits_per_s)}. "
-                "Results on this link do not reflect the stated rate.",
-                file=sys.stderr,
+                "Results on this link do not reflect the stated rate."
             )
+        found.append(link)
     return found
-
-
-def _measured(hosts: Hosts, link: LinkFacts, seconds: float) -> LinkFacts:
-    try:
-        rate = fmean(measure_two_way(hosts, link.first, link.second, seconds=seconds))
-    except Exception as error:  # the systems can be measured without it
-        print(f"{link.first} to {link.second}: both ways at once not measured, {error}", file=sys.stderr)
-        return replace(link, why=last_words(str(error)))
-    return replace(link, two_way_bits_per_s=rate)
-
-
-def _slower(hosts: Hosts, second: str) -> float | None:
-    """Return the lower of the set rates at the two ends of the link to a host."""
-    if not isinstance(hosts, VirtualCluster):
-        return None
-    ends = [host for host in hosts.spec.hosts if host.name in (hosts.spec.hosts[0].name, second)]
-    return min((host.rate_bits_per_s for host in ends if host.rate_bits_per_s is not None), default=None)
 
 
 def measure_two_way(hosts: Hosts, first: str, second: str, *, seconds: float = 4.0) -> tuple[float, float]:

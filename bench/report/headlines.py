@@ -187,19 +187,21 @@ def _interval(mean: Means) -> str:
 
 def _scaling(rows: list[CaseFigures]) -> list[Headline]:
     """Return the efficiency of every system on the largest measured number of ranks."""
-    groups = [members for members in by_group(rows).values() if _measures_scaling(members)]
+    groups = []
+    for members in by_group(rows).values():
+        sharing = [row for row in members if not computes_alone(row.case.system)]
+        if sharing and sharing[0].efficiency is not None and not sharing[0].case.task.epochs:
+            groups.append(sorted(sharing, key=lambda row: row.step_s))
     if not groups:
         return []
-    largest = max(groups, key=lambda members: (members[0].case.ranks, len(members)))
-    sharing = [row for row in largest if not computes_alone(row.case.system)]
-    ranked = sorted(sharing, key=lambda row: row.step_s)
+    best, *_ = ranked = max(groups, key=lambda members: (members[0].case.ranks, len(members)))
     efficiencies = ", ".join(f"{row.case.system} {row.efficiency:.0%}" for row in ranked)
+    detail = f"throughput over that of all ranks computing alone, {best.case.group}: {efficiencies}"
     return [
         Headline(
-            f"scaling efficiency, {ranked[0].case.ranks} ranks",
-            f"{ranked[0].efficiency:.0%} ({ranked[0].case.system})",
-            f"throughput over that of all ranks computing alone, {ranked[0].case.group}: {efficiencies}"
-            f"{_one_round(ranked[0].rounds)}",
+            f"scaling efficiency, {best.case.ranks} ranks",
+            f"{best.efficiency:.0%} ({best.case.system})",
+            detail + ("; one round" if best.rounds == 1 else ""),
         )
     ]
 
@@ -217,15 +219,6 @@ def _learning(outcome: EvaluationOutcome) -> list[Headline]:
             figure = f"{theirs.seconds / ours.seconds:.2f}x"
             found.append(Headline(f"time to {target:.1%} accuracy against {title}", figure, detail))
     return found
-
-
-def _measures_scaling(members: list[CaseFigures]) -> bool:
-    others = [row for row in members if not computes_alone(row.case.system)]
-    return bool(others) and others[0].efficiency is not None and not others[0].case.task.epochs
-
-
-def _one_round(rounds: int) -> str:
-    return "; one round" if rounds == 1 else ""
 
 
 def _cases(count: int) -> str:
