@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -126,10 +125,6 @@ class Evaluation:
         """Run a round. Every failure of a system ends up in the round."""
         try:
             return self.run_round(case, number, hosts, timeout_s)
-        except subprocess.TimeoutExpired as error:
-            output = error.stderr or error.output or ""
-            text = output if isinstance(output, str) else output.decode(errors="replace")
-            return Round(case, number, error=f"no end within {timeout_s:.0f} s\n{text[-_OUTPUT_END:]}")
         except Exception:
             return Round(case, number, error=traceback.format_exc()[-_OUTPUT_END:])
 

@@ -99,17 +99,6 @@ def test_a_crash_is_recorded_with_its_output_and_not_tried_again(tmp_path: Path)
     assert again.asked == []
 
 
-def test_a_hang_is_recorded_with_what_it_printed(tmp_path: Path) -> None:
-    def hang(case: Case, number: int, hosts: object, timeout_s: float) -> Round:
-        raise subprocess.TimeoutExpired(["mpirun"], timeout_s, "", "waiting for rank 1")
-
-    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path)
-    assert [each.case.system for each in outcome.rounds] == ["a", "b"]
-    for each in outcome.rounds:
-        assert each.error.startswith("no end within ")
-        assert each.error.endswith("waiting for rank 1")
-
-
 def test_a_missing_system_is_skipped_by_name_and_run_once_installed(tmp_path: Path) -> None:
     systems = Systems()
     for _ in range(2):
