@@ -74,13 +74,19 @@ class CaseFigures:
 
 def all_figures(outcome: EvaluationOutcome) -> list[CaseFigures]:
     """Return a row for each case that has figures, with groups in the order of the suite."""
-    good = ([each for each in rounds if each.ok] for rounds in rounds_by_case(outcome).values())
-    rows = [_case_figures(rounds) for rounds in good if rounds]
-    alone, beside = (
-        {row.case.group: row for row in rows if row.case.system == system} for system in (ALONE, BESIDE_TCP)
-    )
-    bounded = (_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows))
-    return [_with_tcp(row, beside.get(row.case.group)) for row in bounded]
+    groups: dict[str, list[CaseFigures]] = {}
+    for rounds in rounds_by_case(outcome).values():
+        if good := [each for each in rounds if each.ok]:
+            groups.setdefault(good[0].case.group, []).append(_case_figures(good))
+    systems = list(SYSTEMS)
+    rows: list[CaseFigures] = []
+    for members in groups.values():
+        known = {row.case.system: row for row in members}
+        in_order = sorted(known, key=lambda name: systems.index(name) if name in systems else len(systems))
+        rows += [
+            _with_bound(outcome, known[name], known.get(ALONE), known.get(BESIDE_TCP)) for name in in_order
+        ]
+    return rows
 
 
 def rounds_by_case(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
@@ -204,49 +210,34 @@ def _between(rounds: Sequence[float]) -> float:
     return (max(rounds) - min(rounds)) / 2 / statistics.median(rounds)
 
 
-def _with_bound(outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures | None) -> CaseFigures:
-    if alone is None:
-        return row
-    alone_s = alone.wall_s if row.uneven else alone.step_s
-    gradient_bytes = max(
-        rank.gradient_bytes
-        for each in outcome.rounds
-        if each.case.group == row.case.group
-        for rank in each.ranks or ()
-    )
-    cluster = outcome.setting.cluster(row.case.cluster)
-    if cluster.hosts < 2:
-        return replace(row, alone_s=alone_s, bound_s=alone_s)
-    rate = cluster.slowest_bits_per_s or _measured_rate(outcome, cluster)
+def _with_bound(
+    outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures | None, beside: CaseFigures | None
+) -> CaseFigures:
+    """Add the bound, from computing alone in the same group, and from doing so beside a plain TCP stream."""
+    if alone is not None:
+        alone_s = alone.wall_s if row.uneven else alone.step_s
+        row = replace(row, alone_s=alone_s)
+        cluster = outcome.setting.cluster(row.case.cluster)
+        if cluster.hosts < 2:
+            row = replace(row, bound_s=alone_s)
+        elif (links_s := _links_s(outcome, row.case.group, cluster)) is not None:
+            bound_is = "links as measured" if cluster.slowest_bits_per_s is None else ""
+            row = replace(row, links_s=links_s, bound_s=max(alone_s, links_s), bound_is=bound_is)
+    if beside is not None:
+        beside_s = beside.wall_s if row.uneven else beside.step_s
+        row = replace(row, bound_s=max(row.bound_s or 0.0, beside_s), bound_is="plain TCP")
+    return row
+
+
+def _links_s(outcome: EvaluationOutcome, group: str, cluster: ClusterFacts) -> float | None:
+    """Return the gradients' time on the slowest link, at its set or measured rate; None if unknown."""
+    rounds = (each for each in outcome.rounds if each.case.group == group)
+    gradient_bytes = max(rank.gradient_bytes for each in rounds for rank in each.ranks)
+    rate = cluster.slowest_bits_per_s
+    if rate is None:
+        rates = [each.two_way_bits_per_s for each in outcome.links if each.cluster == cluster.name]
+        known = [each for each in rates if each is not None]
+        rate = min(known, default=None) if len(known) == len(rates) else None  # others may be slower
     if rate is None or gradient_bytes == 0:
-        return replace(row, alone_s=alone_s)  # links may be slower than computing alone
-    links_s = communication_bound_s(gradient_bytes, cluster.hosts, rate)
-    bound_is = "links as measured" if cluster.slowest_bits_per_s is None else ""
-    return replace(row, alone_s=alone_s, links_s=links_s, bound_s=max(alone_s, links_s), bound_is=bound_is)
-
-
-def _with_tcp(row: CaseFigures, beside: CaseFigures | None) -> CaseFigures:
-    """Raise the bound to the step of computing alone while a plain TCP stream sends as many bytes."""
-    if beside is None:
-        return row
-    beside_s = beside.wall_s if row.uneven else beside.step_s
-    return replace(row, bound_s=max(row.bound_s or 0.0, beside_s), bound_is="plain TCP")
-
-
-def _measured_rate(outcome: EvaluationOutcome, cluster: ClusterFacts) -> float | None:
-    """Return the measured rate of the slowest link; None if one of them, which may be slower, has none."""
-    rates = [each.two_way_bits_per_s for each in outcome.links if each.cluster == cluster.name]
-    known = [rate for rate in rates if rate is not None]
-    return min(known) if known and len(known) == len(rates) else None
-
-
-def _in_groups(rows: list[CaseFigures]) -> list[CaseFigures]:
-    """Sort rows by group in the suite's order, and within a group by system."""
-    order = list(dict.fromkeys(row.case.group for row in rows))
-    systems = list(SYSTEMS)
-
-    def position(row: CaseFigures) -> tuple[int, int]:
-        known = row.case.system in systems
-        return order.index(row.case.group), systems.index(row.case.system) if known else len(systems)
-
-    return sorted(rows, key=position)
+        return None
+    return communication_bound_s(gradient_bytes, cluster.hosts, rate)
