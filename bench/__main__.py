@@ -258,13 +258,13 @@ def _finish(outcome: EvaluationOutcome, folder: Path | None, as_json: bool) -> i
 
 
 def _advise(options: argparse.Namespace) -> int:
-    rows = all_figures(EvaluationOutcome.read(options.folder))
-    text = json.dumps(modes.as_json(rows), indent=1) if options.json else modes.describe(rows)
-    if not text:
+    groups = modes.of_groups(all_figures(EvaluationOutcome.read(options.folder)))
+    if not groups:
         raise BenchError(
             "Advice needs rounds of single and hvpipe-step on links with a known rate. Received: none"
         )
-    print(text)
+    as_json = {name: [vars(each) for each in found] for name, found in groups.items()}
+    print(json.dumps(as_json, indent=1) if options.json else modes.describe(groups))
     return 0
 
 
