@@ -29,7 +29,8 @@ LAYERS = (
     ("keras.compat", "keras.ops", "keras.gpu"),
     ("keras.graph", "keras", "keras.collectives"),
     ("keras.profiling", "keras.data_parallel"),
-    ("keras.pipeline", "keras.checkpoint", "keras.__init__"),
+    ("keras.pipeline", "keras.checkpoint"),
+    ("keras.profiling.action_time", "keras.profiling.cluster", "keras.profiling.ranks", "keras.__init__"),
     ("horovod",),
     ("commands", "cli", "__main__", "__init__"),
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.cluster.spec import ClusterSpec
 from bench.errors import BenchError
 
-SUBNET = "10.77.0.0/24"
+INTERFACE = "eth0"  # of every host
 _NAMES = Path("/etc/netns")
 _TOOLS = {
     "ip": "iproute2",

@@ -90,7 +90,7 @@ class VirtualCluster(Hosts):
             self.spec.hosts,
             yields=limited or mpirun.crowded(ranks),
             rsh_agent=str(self.ssh),
-            network=network.SUBNET,
+            network=network.INTERFACE,
         )
         return self.host_command(self.spec.hosts[0].name, line)
 

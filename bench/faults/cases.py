@@ -256,7 +256,7 @@ def _link(down_s: float | None, phase: str, chance: random.Random) -> Trial:
         at = chance.randrange(1, 10)
         steps = ("--steps", 40)
         options = ("--fault", "mark", "--phase", phase, "--at", at, "--pause", 0.02, *steps)
-        agent = ("--rsh-agent", str(cluster.ssh), "--net", network.SUBNET)
+        agent = ("--rsh-agent", str(cluster.ssh), "--net", network.INTERFACE)
         started = _hvpipe_run(2, folder, *options)
         started[4:6] = ["--hosts", "h0:1,h1:1", *agent]
         command = cluster.host_command("h0", started)

@@ -44,13 +44,14 @@ def run_on_ranks(
     hosts: Hosts,
     ranks: int | None = None,
     timeout_s: float = 3600.0,
+    python: str = sys.executable,
 ) -> Any:
     """Let ranks (default: every slot) call the worker's `measure`, and return the result of rank 0."""
     warn_if_busy()
     with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=hosts.shared_folder) as name:
         folder = Path(name)
         (folder / "arguments").write_bytes(pickle.dumps(arguments))
-        command = [sys.executable, "-m", "bench.hosts.rank_benchmark", worker, name]
+        command = [python, "-m", "bench.hosts.rank_benchmark", worker, name]
         count, env = ranks or hosts.spec.slots, {"PYTHONPATH": str(_ROOT)}
         try:
             status = hosts.run(count, command, timeout_s=timeout_s, env=env, capture=False).returncode

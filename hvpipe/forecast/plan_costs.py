@@ -41,7 +41,9 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
                 }
                 for back in (False, True)
             )
-            weights_s = min(weights_s, backward_s)
+            weights_s = min(weights_s, backward_s) + cluster.action_s
+            forward_s += cluster.action_s
+            backward_s += cluster.action_s * (2 if plan.pipelining.schedule == "zb-h1" else 1)
             of_devices.append(StageTimes(forward_s, backward_s, weights_s, there_s, back_s))
         costs.append(of_devices)
     return costs

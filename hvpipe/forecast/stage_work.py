@@ -103,7 +103,7 @@ def stage_work(
     ends = ends_of(placement)
     on = {kind: speed_1_seconds(sums.on(kind), ends, pipelining) for kind in {d.type for d in devices}}
     seconds = [
-        {job: on[device.type][job >> 2][job & 3] / device.speed for job in jobs}
+        {job: on[device.type][job >> 2][job & 3] / device.speed + cluster.action_s for job in jobs}
         for device, jobs in zip(devices, schedule.jobs_of, strict=True)
     ]
     numbers: dict[Resource, int] = {}

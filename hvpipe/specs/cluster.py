@@ -167,10 +167,12 @@ class Cluster:
         measured: Links measured between two devices, as (device name, device name, link). They override what
             the hosts' links give for this pair.
         racks: The racks that hosts are in.
+        action_s: Seconds that a rank needs to start an action of a pipeline and to hand over its tensors,
+            beside the layers' own time. An action is a forward or a backward of a micro-batch.
 
     Raises:
-        HvpipeError: If names repeat, a measured link names an unknown device, a host an unknown rack, or
-            there is no device.
+        HvpipeError: If `action_s` is negative or not finite, names repeat, a measured link names an unknown
+            device, a host an unknown rack, or there is no device.
 
     Example:
         ```python
@@ -182,8 +184,13 @@ class Cluster:
     hosts: tuple[Host, ...]
     measured: tuple[tuple[str, str, Link], ...] = ()
     racks: tuple[Rack, ...] = ()
+    action_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.action_s < math.inf:
+            raise HvpipeError(
+                f"action_s should be seconds, finite, from 0. Received: action_s={self.action_s}"
+            )
         names = [device.name for device in self.devices]
         if not names:
             raise HvpipeError("A cluster should have at least one device. Received: none")
@@ -234,7 +241,7 @@ class Cluster:
         """Return the cluster without the devices of other names, and without hosts that then have none."""
         hosts = [replace(h, devices=tuple(d for d in h.devices if d.name in names)) for h in self.hosts]
         measured = tuple(link for link in self.measured if link[0] in names and link[1] in names)
-        return Cluster(tuple(host for host in hosts if host.devices), measured, self.racks)
+        return replace(self, hosts=tuple(host for host in hosts if host.devices), measured=measured)
 
     def host_of(self, device: str) -> Host:
         """Return the host of the device of this name."""
@@ -315,7 +322,7 @@ class Cluster:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that identify the cluster: hosts, devices, speeds, memory and links."""
+        """16 hex digits that identify the cluster: all that `to_json` has."""
         return fingerprint(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -335,6 +342,7 @@ class Cluster:
             ],
             "link": [{"between": [one, other], **_link_json(link)} for one, other, link in self.measured],
             **({"rack": [_rack_json(rack) for rack in self.racks]} if self.racks else {}),
+            **({"action_s": self.action_s} if self.action_s else {}),
         }
 
     @staticmethod
@@ -365,7 +373,7 @@ class Cluster:
         table = document if isinstance(document, Table) else Table(document, place)
         if table.has("format"):
             table.check_format(FORMAT, VERSION)
-        table.allow(("format", "version", "host", "link", "rack"))
+        table.allow(("format", "version", "host", "link", "rack", "action_s"))
         measured = [_measured_link(row) for row in table.tables("link")] if table.has("link") else []
         with table.named_in_errors():
             rows = table.tables("rack") if table.has("rack") else []
@@ -376,7 +384,8 @@ class Cluster:
             if any(row.has("count") for row in rows):  # the hosts of a rack side by side
                 number = {rack.name: number for number, rack in enumerate(racks)}
                 hosts.sort(key=lambda host: number.get(host.rack, -1))
-            return Cluster(tuple(hosts), tuple(measured), tuple(racks))
+            action_s = table.seconds("action_s") if table.has("action_s") else 0.0
+            return Cluster(tuple(hosts), tuple(measured), tuple(racks), action_s)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster to a JSON file."""

@@ -112,7 +112,9 @@ def relative_speeds(profiles: Sequence[Profile]) -> tuple[float, ...]:
     return tuple(first.compute_s / profile.compute_s for profile in profiles)
 
 
-def measured_cluster(ranks: Sequence[RankFacts], links: Mapping[tuple[int, int], Link]) -> Cluster:
+def measured_cluster(
+    ranks: Sequence[RankFacts], links: Mapping[tuple[int, int], Link], action_s: float = 0.0
+) -> Cluster:
     """Return the cluster that the ranks run on, with a device HOST:LOCAL_RANK for each rank.
 
     Speeds are relative to rank 0; a device of another kind than rank 0's has it as its type. `links` has a
@@ -131,7 +133,7 @@ def measured_cluster(ranks: Sequence[RankFacts], links: Mapping[tuple[int, int],
         outer = _worst([link for pair, link in links.items() if len(here.intersection(pair)) == 1])
         hosts.append(Host(name, tuple(devices[rank] for rank in sorted(here)), outer, inner))
     measured = [(ranks[a].device, ranks[b].device, link) for (a, b), link in sorted(links.items())]
-    return Cluster(tuple(hosts), tuple(measured))
+    return Cluster(tuple(hosts), tuple(measured), action_s=action_s)
 
 
 def profile_of_kinds(ranks: Sequence[RankFacts]) -> Profile:

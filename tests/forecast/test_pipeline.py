@@ -13,6 +13,7 @@ from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
 from hvpipe.forecast.data_parallel import forecast_data_parallel
 from hvpipe.forecast.lower_bound import lower_bound_s
+from hvpipe.forecast.simulate import simulate
 from hvpipe.forecast.step import Step, StepModel
 from hvpipe.plan.baselines import BASELINES, baseline
 from hvpipe.plan.exact import exact
@@ -21,7 +22,7 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement_cost import fits_memory
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.schedule.verify import verify
-from hvpipe.search.choice import choose
+from hvpipe.search.choice import candidate, choose
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
 from hvpipe.specs.layer_cost import LayerCost, OutputTensor
@@ -51,6 +52,33 @@ def test_two_equal_stages(pipelining: Pipelining, step_s: float) -> None:
     assert one.busy_s == pytest.approx((busy_s, busy_s))
     assert one.bubble == pytest.approx(1 - busy_s / step_s)
     assert one.trace.metadata["devices"] == ["h0", "h1"]
+
+
+def test_starting_an_action_takes_time() -> None:
+    """Each F, B, I and W takes half a second longer than its layers, on slow devices too."""
+    profile = chain(3, 3)
+    for name, step_s in (("1f1b", 5 * (3 + 1)), ("zb-h1", 4 * (3 + 1.5) + 1.5)):
+        cluster = replace(equal_cluster(2), action_s=0.5)
+        plan = partition(profile, cluster, 2, Pipelining(name, 4))
+        assert forecast(plan, profile, cluster).step_s == pytest.approx(step_s)
+        costs = costs_of(plan, profile, cluster)
+        assert simulate(schedule_of(plan), costs).makespan_s == pytest.approx(step_s)
+    slow = replace(equal_cluster(2, speeds=(0.5,)), action_s=0.5)
+    plan = partition(profile, slow, 2, Pipelining("1f1b", 4))
+    assert forecast(plan, profile, slow).step_s == pytest.approx(5 * (6 + 1))
+
+
+def test_tiny_layers_get_no_interleaving() -> None:
+    """With free actions, chunks shorten the bubble. With dear ones, they only add actions."""
+    profile, free = chain(3, 3, 3, 3), equal_cluster(2)
+
+    def actions(cluster: Cluster) -> int:
+        found = candidate("pipeline", profile, cluster, PipeliningChoice(microbatches=4)).forecast
+        assert found is not None
+        return len(schedule_of(found.plan).actions[0])
+
+    assert actions(free) > 8
+    assert actions(replace(free, action_s=3.0)) == 8
 
 
 def test_gradients_of_another_size_and_tensors_of_some_users() -> None:

@@ -54,7 +54,8 @@ def test_measured_links_bound_the_ports_of_their_hosts() -> None:
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    cluster = Cluster(TWO_HOSTS.hosts, (("g2", "g0", BUS),))
+    cluster = Cluster(TWO_HOSTS.hosts, (("g2", "g0", BUS),), action_s=5e-4)
+    assert cluster.only({"g0"}).action_s == 5e-4
     cluster.write(tmp_path / "c.json")
     assert Cluster.read(tmp_path / "c.json") == cluster
     assert Cluster.read(tmp_path / "c.json").fingerprint == cluster.fingerprint
@@ -136,6 +137,8 @@ def test_numbers_are_checked() -> None:
         Device("d", 1.0, math.inf)  # type: ignore[arg-type]
     with pytest.raises(HvpipeError, match="latency_s=-1"):
         Link(-1.0)
+    with pytest.raises(HvpipeError, match="action_s=-1"):
+        Cluster(TWO_HOSTS.hosts, action_s=-1.0)
     with pytest.raises(HvpipeError, match="bandwidth_bytes_per_s=0"):
         Link(0.0, 0.0)
     with pytest.raises(HvpipeError, match=r"one of g0, g1, g2. Received: device='g9'"):

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvpipe.comm.link_probe import measure_links
 from hvpipe.keras.gpu import processor
+from hvpipe.keras.profiling.action_time import measure_action_s
 from hvpipe.monitor.nvml import list_gpus
 from hvpipe.monitor.process_limits import usable_bytes
 from hvpipe.monitor.visible_gpus import memory_of, uuid_of_rank
@@ -53,7 +54,8 @@ def measure_ranks(profile: Profile) -> tuple[Profile, Cluster]:
     Devices are named HOST:LOCAL_RANK. The total times of the profiles give their speeds; rank 0 has speed 1.
     A device's memory is the bytes that its process may still take: the memory of the host or its control
     group, shared equally among the host's ranks, or the limit of `ulimit`. If TensorFlow uses a GPU, it is
-    that GPU's memory, shared equally among its ranks. Links are measured while all ranks compute.
+    that GPU's memory, shared equally among its ranks. Links are measured while all ranks compute. A pipeline
+    of tiny layers gives `action_s`.
 
     Args:
         profile: The profile that `measure` returned on this rank. All ranks measure the same model and batch.
@@ -81,8 +83,8 @@ def measure_ranks(profile: Profile) -> tuple[Profile, Cluster]:
     session.agree_patiently("measure_ranks (a rank may still measure)")
     mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(session), processor())
     ranks = session.engine.allgather_object(mine)
-    cluster = measured_cluster(ranks, measure_links(session.engine, computing=_computing()))
-    return profile_of_kinds(ranks), cluster
+    links = measure_links(session.engine, computing=_computing())
+    return profile_of_kinds(ranks), measured_cluster(ranks, links, measure_action_s(session))
 
 
 def _computing() -> Callable[[], object]:

@@ -62,6 +62,8 @@ def summary(profile: Profile, cluster: Cluster) -> str:
     for one, other, link in cluster.measured:
         rate = f"{link.bandwidth_bytes_per_s / 1e6:.0f} MB/s"
         lines.append(f"  {one} - {other}: {1e6 * link.latency_s:.0f} us, {rate}")
+    if cluster.action_s:
+        lines.append(f"  an action of a pipeline: {_ms(cluster.action_s)} besides its layers")
     return "\n".join(lines)
 
 

@@ -143,7 +143,7 @@ def test_ranks_meet_only_on_the_links(open_mpi: pytest.MonkeyPatch) -> None:
     line = start_line(equal_hosts(2, slots=2), 4)
     agent = state.FOLDERS / "hv" / "bin" / "ssh"
     assert f"--host h0:2,h1:2 --bind-to none --prtemca plm_ssh_agent {agent}" in line
-    assert "--mca btl_tcp_if_include 10.77.0.0/24 --mca pml ob1" in line
+    assert "--mca btl_tcp_if_include eth0 --mca pml ob1" in line
     open_mpi.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 4.1.8")
     assert f"--bind-to none --mca plm_rsh_agent {agent}" in start_line(equal_hosts(2), 2)
 

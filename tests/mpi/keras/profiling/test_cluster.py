@@ -146,6 +146,7 @@ def test_a_profile_has_the_times_of_each_kind_of_processor(monkeypatch: pytest.M
     monkeypatch.setattr(cluster_module, "processor", lambda: f"made up {min(hvpipe.rank(), 1)}")
     profile, cluster = hk.measure_ranks(own_profile())
     assert all(found == (profile, cluster) for found in hvpipe.allgather_object((profile, cluster)))
+    assert (cluster.action_s > 0) == (hvpipe.size() > 1)
     types = {device.name: device.type for device in cluster.devices}
     mine = types[f"{current().world.host}:{hvpipe.local_rank()}"]
     assert mine == ("" if hvpipe.rank() == 0 else "made up 1")

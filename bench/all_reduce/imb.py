@@ -1,0 +1,142 @@
+"""The Intel MPI Benchmarks as the referee of our all-reduce figures.
+
+    python -m venv build/imb && build/imb/bin/pip install impi-rt mpi4py numpy psutil
+    python -m bench.all_reduce.imb --environment build/imb --cluster 2x1gbit --min 4M --max 64M
+
+Three things are timed in turn: the Intel MPI Benchmarks (IMB-MPI1, which others wrote) with Intel MPI; our
+worker with the same Intel MPI, which shows whether both measure the same; and our worker with hvpipe.
+With Intel MPI both sum into another buffer. hvpipe sums in place, as it trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import geometric_mean, median
+
+from bench.all_reduce.report import AllReduceReport
+from bench.errors import BenchError
+from bench.hosts import rank_benchmark
+from bench.hosts.hosts import Hosts
+from bench.metrics import bus_bandwidth, format_size, parse_size, sizes, table
+from hvpipe.errors import HvpipeError
+
+_LIMIT_S = 3600.0
+_CONTENDERS = ("IMB, Intel MPI", "ours, Intel MPI", "ours, hvpipe")
+_ROW = re.compile(r"^\s*(\d+)\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", re.MULTILINE)  # bytes, ..., t_max
+
+
+def parse(output: str) -> dict[int, float]:
+    """Return the seconds of the slowest rank by size in bytes, from what IMB-MPI1 prints."""
+    return {int(size): float(us) * 1e-6 for size, us in _ROW.findall(output)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 when measured, 1 with a line of explanation when not, 130 at Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.all_reduce.imb", description="All-reduce beside the Intel MPI Benchmarks."
+    )
+    parser.add_argument("--environment", type=Path, required=True, help="where pip installed impi-rt")
+    parser.add_argument("--cluster", help="a virtual cluster: 2x1.5gbit, slow-cpu, or a TOML file")
+    parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
+    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
+    parser.add_argument("--min", default="1M", help="smallest buffer (default: 1M)")
+    parser.add_argument("--max", default="64M", help="largest buffer (default: 64M)")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(argv)
+    try:
+        with rank_benchmark.hosts_of(options.cluster, options.hosts) as hosts:
+            print(_measured(hosts, options))
+    except HvpipeError as error:
+        print(f"bench.all_reduce.imb: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _measured(hosts: Hosts, options: argparse.Namespace) -> str:
+    sizes_bytes = sizes(parse_size(options.min), parse_size(options.max))
+    ranks = options.ranks or hosts.spec.slots
+    found: dict[str, list[dict[int, float]]] = {name: [] for name in _CONTENDERS}
+    for _ in range(options.rounds):
+        with _activated(options.environment):
+            found[_CONTENDERS[0]].append(_imb(hosts, ranks, sizes_bytes, options.environment))
+            found[_CONTENDERS[1]].append(_ours("mpi", hosts, ranks, sizes_bytes, options.environment))
+        found[_CONTENDERS[2]].append(_ours("hvpipe", hosts, ranks, sizes_bytes, options.environment))
+    seconds = {
+        name: {size: median(each[size] for each in rounds) for size in sizes_bytes}
+        for name, rounds in found.items()
+    }
+    imb, same, hvpipe = seconds.values()
+    rows = [
+        [
+            format_size(size),
+            *(f"{bus_bandwidth(size, each[size], ranks) / 1e9:.4g}" for each in seconds.values()),
+            f"{same[size] / imb[size]:.2f}",
+            f"{imb[size] / hvpipe[size]:.2f}x",
+        ]
+        for size in sizes_bytes
+    ]
+    header = ["size", *(f"{name} GB/s" for name in _CONTENDERS), "ours / IMB, time", "hvpipe over IMB"]
+    method = geometric_mean(same[size] / imb[size] for size in sizes_bytes)
+    gain = geometric_mean(imb[size] / hvpipe[size] for size in sizes_bytes)
+    means = f"geometric means: ours / IMB on the same MPI {method:.2f}, hvpipe over IMB {gain:.2f}x"
+    head = f"{ranks} ranks, {hosts.spec.describe()}; medians of {options.rounds} rounds; bus bandwidths"
+    return f"{head}\n{table(header, rows)}\n{means}"
+
+
+def _ours(
+    contender: str, hosts: Hosts, ranks: int, sizes_bytes: Sequence[int], environment: Path
+) -> dict[int, float]:
+    python = environment / "bin" / "python" if contender != "hvpipe" else Path(sys.executable)
+    arguments = {"sizes_bytes": sizes_bytes, "sample_s": 0.3, "where": "", "as_imb": contender == "mpi"}
+    report: AllReduceReport = rank_benchmark.run_on_ranks(
+        "bench.all_reduce.worker", arguments, hosts, ranks, python=str(python)
+    )
+    return {row.size_bytes: row.seconds(contender) for row in report.rows}
+
+
+def _imb(hosts: Hosts, ranks: int, sizes_bytes: Sequence[int], environment: Path) -> dict[int, float]:
+    with tempfile.NamedTemporaryFile("w", dir=hosts.shared_folder, suffix=".sizes") as lengths:
+        lengths.write("".join(f"{size}\n" for size in sizes_bytes))
+        lengths.flush()
+        program = [str(environment / "bin" / "IMB-MPI1"), "Allreduce", "-npmin", str(ranks)]
+        command = [*program, "-msglen", lengths.name, "-msglog", "0:30", "-iter", "1000,2000", "-time", "2"]
+        try:
+            done = hosts.run(ranks, command, timeout_s=_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise BenchError(f"IMB-MPI1 must end. Received: none after {error.timeout:g} s") from error
+    measured = parse(done.stdout)
+    if done.returncode != 0 or not set(sizes_bytes) <= set(measured):
+        raise BenchError(
+            f"IMB-MPI1 failed with status {done.returncode}: {done.stdout[-500:]}{done.stderr[-2000:]}"
+        )
+    return measured
+
+
+@contextmanager
+def _activated(environment: Path) -> Iterator[None]:
+    """Let programs of that environment find one another and their libraries."""
+    before = {name: os.environ.get(name) for name in ("PATH", "LD_LIBRARY_PATH")}
+    for name, folder in (("PATH", "bin"), ("LD_LIBRARY_PATH", "lib")):
+        os.environ[name] = os.pathsep.join(filter(None, (str(environment.resolve() / folder), before[name])))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
