@@ -19,11 +19,9 @@ from tempfile import TemporaryDirectory
 
 from bench import tune
 from bench.errors import BenchError
-from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts, this_host
-from bench.evaluation.one_group import add_task_arguments, suite_of
+from bench.evaluation.host_selection import HostSelection, chosen_hosts, this_host, virtual_clusters
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.evaluation.progress import EvaluationProgress
-from bench.evaluation.read_suite import read_suite, suite_names
+from bench.evaluation.read_suite import add_task_arguments, read_suite, suite_names, suite_of_options
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
 from bench.evaluation.suite import Suite
@@ -31,16 +29,12 @@ from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes
 from bench.report.figures import all_figures
-from bench.report.files import show_figures, write_page
+from bench.report.page import show_figures, write_page
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
-from bench.systems.tuned import keep_tuned
 from hvpipe.errors import HvpipeError
 
 _ROOT = Path(__file__).parents[1]
-
-
-_TOLD = (HvpipeError, OSError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ended_by_exception():
             status: int = options.act(options)
         return status
-    except _TOLD as error:
+    except (HvpipeError, OSError) as error:
         print(f"hvpipe bench {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -90,7 +84,6 @@ def make_parser() -> argparse.ArgumentParser:
     tune_.add_argument("--keep", action="store_true", help="let the system run with the fastest from now on")
     tune_.set_defaults(act=_tune)
     for each in (step, tune_):
-        each.add_argument("--rounds", type=int, default=3, metavar="N", help="of each (default: 3)")
         add_task_arguments(each)
         _add_where(each)
         each.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -126,7 +119,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    selection = _selection(options) or select_hosts(None)
+    selection = chosen_hosts(options.cluster, options.hosts) or virtual_clusters()
     suite = read_suite(options.suite, tuple(SYSTEMS))
     if options.systems is not None:
         suite = suite.only_systems(name.strip() for name in options.systems.split(","))
@@ -145,43 +138,33 @@ def _run(options: argparse.Namespace) -> int:
             "the same command does not run failed cases again, but with --retry-failed it does",
             file=sys.stderr,
         )
-    if _none_installed(outcome):
-        raise BenchError("One of the suite's systems at least should be installed. Received: none")
     return status
 
 
 def _step(options: argparse.Namespace) -> int:
     names = [name.strip() for name in options.systems.split(",")]
-    if unknown := sorted(set(names) - set(SYSTEMS)):
-        raise BenchError(f"Systems are {', '.join(SYSTEMS)}. Received: {unknown}")
-    if len(set(names)) < len(names):
-        raise BenchError(f"Each system should be there once. Received: {options.systems}")
-    outcome = _one_group("step", options, {name: SYSTEMS[name] for name in names}, options.out)
-    if options.out is not None:
-        return _finish(outcome, options.out, options.json)
-    print(show_figures(outcome, as_json=options.json))
-    return _status(outcome)
+    return _finish(_one_group(options, names, SYSTEMS, options.out), options.out, options.json)
 
 
 def _tune(options: argparse.Namespace) -> int:
-    outcome = _one_group("tune", options, tune.variants(options.system), None)
-    print(show_figures(outcome, as_json=options.json))
-    if (status := _status(outcome)) == 0:
+    variants = tune.variants(options.system)
+    outcome = _one_group(options, list(variants), variants, None)
+    if (status := _finish(outcome, None, options.json)) == 0:
         best = min(all_figures(outcome), key=lambda row: row.step_s)
         print(f"fastest: {best.case.system}", file=sys.stderr)
         if options.keep:
             place = outcome.setting.cluster(best.case.cluster).description
-            keep_tuned(options.system, tune.tuned(options.system, best, place, options.rounds))
+            tune.keep(options.system, best, place, options.rounds)
     return status
 
 
 def _one_group(
-    name: str, options: argparse.Namespace, systems: Mapping[str, System], folder: Path | None
+    options: argparse.Namespace, names: Sequence[str], systems: Mapping[str, System], folder: Path | None
 ) -> EvaluationOutcome:
-    """Train the task of the options by the systems in turn. Without a folder nothing is kept."""
+    """Train the task of the options by the named systems in turn. Without a folder nothing is kept."""
     if folder is not None:
         _require_page()
-    selection = _selection(options)
+    selection = chosen_hosts(options.cluster, options.hosts)
     if selection is None:
         ranks = 2 if options.ranks is None else options.ranks
         if ranks < 1:
@@ -192,30 +175,13 @@ def _one_group(
             "--ranks are those of this host alone; a cluster has as many as its slots. "
             f"Received: --ranks {options.ranks} with --hosts or --cluster"
         )
-    suite = suite_of(name, options, list(systems), options.rounds)
+    suite = suite_of_options(options, names, list(systems))
     evaluation = _evaluation(suite, selection, options, systems)
     warn_if_busy()
     if folder is not None:
-        outcome = _measured(evaluation, folder, retry_failed=True)
-    else:
-        with TemporaryDirectory(prefix="hvpipe-bench-") as kept:
-            outcome = evaluation.run(Path(kept), EvaluationProgress(evaluation.rounds()))
-    if _none_installed(outcome):
-        raise BenchError("One of the systems at least should be installed. " + outcome.rounds[0].skipped)
-    return outcome
-
-
-def _none_installed(outcome: EvaluationOutcome) -> bool:
-    return all(each.skipped and not each.not_up for each in outcome.rounds)
-
-
-def _selection(options: argparse.Namespace) -> HostSelection | None:
-    """Return the hosts or the cluster that the options name; None if they name neither."""
-    if options.hosts is not None and options.cluster is not None:
-        raise BenchError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
-    if options.cluster is not None:
-        return one_cluster(options.cluster)
-    return None if options.hosts is None else select_hosts(options.hosts)
+        return _measured(evaluation, folder, retry_failed=True)
+    with TemporaryDirectory(prefix="hvpipe-bench-") as kept:
+        return evaluation.run(Path(kept))
 
 
 def _evaluation(
@@ -236,15 +202,18 @@ def _evaluation(
         for name, each in systems.items()
         if name in used and (why := each.missing(python))
     }
+    if used == missing.keys():
+        raise BenchError(
+            f"One of the systems at least should be installed. Received: {'; '.join(missing.values())}"
+        )
+    print(suite.title, file=sys.stderr)
     run: RunRound = partial(run_round, python=python, systems=systems)
-    evaluation = Evaluation(suite, selection, run, missing, describe_software(python))
-    print(f"{suite.title}, {evaluation.rounds()} rounds", file=sys.stderr)
-    return evaluation
+    return Evaluation(suite, selection, run, missing, describe_software(python))
 
 
 def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> EvaluationOutcome:
     try:
-        return evaluation.run(folder, EvaluationProgress(evaluation.rounds()), retry_failed=retry_failed)
+        return evaluation.run(folder, retry_failed=retry_failed)
     except (KeyboardInterrupt, SystemExit):
         print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
         raise
@@ -279,30 +248,28 @@ def _report(options: argparse.Namespace) -> int:
     return _finish(EvaluationOutcome.read(options.folder), options.folder, options.json)
 
 
-def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
-    written = write_page(outcome, folder)
+def _finish(outcome: EvaluationOutcome, folder: Path | None, as_json: bool) -> int:
+    """Print the figures, with a page in the folder, if there is one. Return the exit code."""
+    written = "" if folder is None else write_page(outcome, folder)
     print(show_figures(outcome, as_json=as_json))
-    print(f"written: {written}", file=sys.stderr)
-    return _status(outcome)
-
-
-def _status(outcome: EvaluationOutcome) -> int:
-    failed = any(each.error for each in outcome.rounds)
-    return 1 if failed or any(each.not_up for each in outcome.rounds) else 0
+    if written:
+        print(f"written: {written}", file=sys.stderr)
+    return int(any(each.error or each.not_up for each in outcome.rounds))
 
 
 def _advise(options: argparse.Namespace) -> int:
-    rows = all_figures(EvaluationOutcome.read(options.folder))
-    text = json.dumps(modes.as_json(rows), indent=1) if options.json else modes.describe(rows)
-    if not text:
+    groups = modes.of_groups(all_figures(EvaluationOutcome.read(options.folder)))
+    if not groups:
         raise BenchError(
             "Advice needs rounds of single and hvpipe-step on links with a known rate. Received: none"
         )
-    print(text)
+    as_json = {name: [vars(each) for each in found] for name, found in groups.items()}
+    print(json.dumps(as_json, indent=1) if options.json else modes.describe(groups))
     return 0
 
 
 def _readme(options: argparse.Namespace) -> int:
+    _require_page()
     print(f"{options.file}: {rewrite(options.file, EvaluationOutcome.read(options.results))}")
     return 0
 

@@ -17,14 +17,9 @@ def ring_factor(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
-    """Return bytes per second of one operation: size / time, the "algbw" of nccl-tests."""
-    return size_bytes / seconds
-
-
 def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
-    """Return algbw x 2 (n - 1) / n, the "busbw": what each link carries each way, for any number of ranks."""
-    return algorithm_bandwidth(size_bytes, seconds) * ring_factor(ranks)
+    """Return size / time x 2 (n - 1) / n, the "busbw": what each link carries each way."""
+    return size_bytes / seconds * ring_factor(ranks)
 
 
 def communication_bound_s(gradient_bytes: int, ranks: int, bits_per_s: float | None) -> float:

@@ -6,7 +6,7 @@ import itertools
 
 from bench.report.figures import CaseFigures
 from bench.systems import SYSTEMS, System
-from bench.systems.tuned import Tuned
+from bench.systems.system import keep_tuned
 
 # Values around the defaults (1 ms and 128 MiB; one pack) and the examples of the documentation (3.5 ms and
 # 32 MiB; 50 MiB).
@@ -31,12 +31,9 @@ def variants(system: str) -> dict[str, System]:
     return {name: SYSTEMS[system].tuned(values) for name, values in combinations(system).items()}
 
 
-def tuned(system: str, fastest: CaseFigures, place: str, rounds: int) -> Tuned:
-    """Return the values of the fastest variant, and in words for a report where they come from."""
+def keep(system: str, fastest: CaseFigures, place: str, rounds: int) -> None:
+    """Store the values of the fastest variant, and in words for a report where they come from."""
     every = combinations(system)
     task = fastest.case.task
-    return Tuned(
-        every[fastest.case.system],
-        f"the fastest of {len(every)} by `hvpipe bench tune`: {task.workload}, {place}, "
-        f"{task.describe([rounds])}",
-    )
+    source = f"the fastest of {len(every)} by `hvpipe bench tune`: {task.workload}, {place}, "
+    keep_tuned(system, every[fastest.case.system], source + task.describe([rounds]))

@@ -31,12 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cluster", help="a virtual cluster: 2x1.5gbit, slow-cpu, or a TOML file")
     parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
-    rank_benchmark.add_rank_arguments(parser)
+    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
     parser.add_argument("--min", default="4K", help="smallest buffer (default: 4K)")
     parser.add_argument("--max", default="256M", help="largest buffer (default: 256M)")
-    parser.add_argument(
-        "--sample-seconds", type=float, help="minimum length of a sample (default: 0.02; on links 0.3)"
-    )
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     return parser
 
@@ -63,20 +60,15 @@ def _measured(options: argparse.Namespace) -> AllReduceReport:
     """Measure on the ranks, and their link before and after."""
     sizes_bytes = sizes(parse_size(options.min), parse_size(options.max))
     with rank_benchmark.hosts_of(options.cluster, options.hosts) as hosts:
-        sample_s = options.sample_seconds or (_LINK_SAMPLE_S if len(hosts.spec.hosts) > 1 else _SAMPLE_S)
-        arguments = {"sizes_bytes": sizes_bytes, "sample_s": sample_s, "where": hosts.spec.describe()}
-        rates = []
-
-        def measure_link() -> None:
-            if len(hosts.spec.hosts) > 1:
-                first, *_, last = hosts.spec.hosts
-                rates.extend(measure_two_way(hosts, first.name, last.name))
-
-        measure_link()
+        names = [host.name for host in hosts.spec.hosts]
+        several = len(names) > 1
+        arguments = {"sizes_bytes": sizes_bytes, "sample_s": _LINK_SAMPLE_S if several else _SAMPLE_S}
+        arguments["where"] = hosts.spec.describe()
+        rates = list(measure_two_way(hosts, names[0], names[-1])) if several else []
         report: AllReduceReport = rank_benchmark.run_on_ranks(
-            "bench.all_reduce.worker", arguments, hosts, options
+            "bench.all_reduce.worker", arguments, hosts, options.ranks
         )
-        measure_link()
+        rates += measure_two_way(hosts, names[0], names[-1]) if several else ()
     return replace(report, link_bits_per_s=fmean(rates)) if rates else report
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from statistics import geometric_mean, median
 
-from bench.metrics import algorithm_bandwidth, bus_bandwidth, format_size, format_time, relative_spread, table
+from bench.metrics import bus_bandwidth, format_size, format_time, relative_spread, table
 
 LARGE_BYTES = 1 << 20  # from this size on bandwidth counts, below it latency
 LINK_LARGE_BYTES = 4 << 20
@@ -66,7 +66,7 @@ class AllReduceReport:
         if self.link_bits_per_s is not None:
             carried = bus_bandwidth(row.size_bytes, row.seconds(contender), self.hosts)
             return carried * 8 / self.link_bits_per_s
-        return self.bus(row, contender) / algorithm_bandwidth(row.size_bytes, median(row.copy_samples_s))
+        return self.bus(row, contender) / (row.size_bytes / median(row.copy_samples_s))
 
     def summary(self) -> dict[str, float]:
         figures: dict[str, float] = {}
@@ -87,14 +87,8 @@ class AllReduceReport:
         return figures
 
     def to_json(self) -> str:
-        """Return samples and derived figures."""
-        data = asdict(self)
-        for row, out in zip(self.rows, data["rows"], strict=True):
-            out["median_s"] = {who: row.seconds(who) for who in self.contenders}
-            out["bus_bytes_per_s"] = {who: self.bus(row, who) for who in self.contenders}
-            out["fraction"] = {who: self.fraction(row, who) for who in self.contenders}
-        data["summary"] = self.summary()
-        return json.dumps(data, indent=1)
+        """Return samples and summary."""
+        return json.dumps({**asdict(self), "summary": self.summary()}, indent=1)
 
     def to_text(self) -> str:
         medium = "copy" if self.link_bits_per_s is None else "link"
@@ -111,7 +105,7 @@ class AllReduceReport:
                 line += [
                     format_time(seconds),
                     f"{relative_spread(row.samples_s[who]):.0%}",
-                    f"{algorithm_bandwidth(row.size_bytes, seconds) / 1e9:.4g}",
+                    f"{row.size_bytes / seconds / 1e9:.4g}",
                     f"{self.bus(row, who) / 1e9:.4g}",
                     f"{self.fraction(row, who):.1%}",
                 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from bench.all_reduce import open_mpi
 from bench.all_reduce.report import AllReduceReport, Row
 from bench.metrics import format_size, repetitions
 
@@ -24,14 +24,59 @@ _PAGE_BYTES = 4096
 _SECONDS = 2.0  # for the samples of a size and contender
 _LEAST_SAMPLES, _MOST_SAMPLES = 5, 50  # of a size
 _PROBES = 3  # operations by which the best algorithm is found, for each algorithm and size
+_VARIABLE = b"coll_tuned_allreduce_algorithm"
+_ALGORITHMS = {
+    2: "reduce and broadcast",
+    3: "recursive doubling",
+    4: "ring",
+    5: "segmented ring",
+    6: "Rabenseifner",
+}
 _PATTERN = 251  # values stay below 2^24 when summed, so float32 is exact in any order
+
+
+def communicators() -> dict[str, MPI.Intracomm]:
+    """Return a communicator of all ranks for each of Open MPI's algorithms, by name; none under another MPI.
+
+    Open MPI reads its choice of an algorithm when it makes a communicator. The choice is a control variable
+    of the MPI tools interface (MPI 4.1, chapter 15), which mpi4py lacks. It counts only if
+    coll_tuned_use_dynamic_rules was 1 when MPI was initialised.
+    """
+    try:
+        write = _writer()
+    except (OSError, AttributeError, LookupError):
+        return {}
+    found = {}
+    for number, name in _ALGORITHMS.items():
+        write(number)
+        found[name] = MPI.COMM_WORLD.Dup()
+    write(0)
+    return found
+
+
+def _writer() -> Callable[[int], None]:
+    """Return a function that writes the control variable. LookupError if this MPI has none."""
+    library = ctypes.CDLL("libmpi.so.40")  # the one that mpi4py has loaded
+    index, count, handle = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    if (
+        library.MPI_T_init_thread(MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+        or library.MPI_T_cvar_get_index(_VARIABLE, ctypes.byref(index))
+        or library.MPI_T_cvar_handle_alloc(index, None, ctypes.byref(handle), ctypes.byref(count))
+    ):
+        raise LookupError(_VARIABLE)
+
+    def write(algorithm: int) -> None:
+        if library.MPI_T_cvar_write(handle, ctypes.byref(ctypes.c_int(algorithm))):
+            raise LookupError(_VARIABLE)
+
+    return write
 
 
 class BestOfMpi:
     """MPI_Allreduce with the algorithm that is fastest for a size. `choose` finds it."""
 
     def __init__(self) -> None:
-        self._known = {"default": MPI.COMM_WORLD, **open_mpi.communicators()}
+        self._known = {"default": MPI.COMM_WORLD, **communicators()}
         self.chosen = "default"
 
     def __call__(self, buffer: Buffer) -> None:

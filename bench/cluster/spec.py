@@ -57,10 +57,6 @@ class HostSpec:
                 "A host's name must be lower-case letters and digits, at most 15, starting with a letter, "
                 f"and not 'switch'. Received: name={self.name!r}"
             )
-        if self.cpus is not None and not self.cpus > 0:
-            raise BenchError(f"A host's CPU time must be above 0 cores. Received: cpus={self.cpus!r}")
-        if self.slots < 1:
-            raise BenchError(f"A host must have at least one slot. Received: slots={self.slots!r}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,8 +23,6 @@ from bench.launch.termination import ended_by_exception, undisturbed
 
 __all__ = ["VirtualCluster", "clean_up", "equal_hosts"]
 
-_NAME = re.compile(r"[a-z][a-z0-9]{0,19}")
-
 
 class VirtualCluster(Hosts):
     """A virtual cluster that is up inside its `with` block.
@@ -38,11 +35,6 @@ class VirtualCluster(Hosts):
         self.spec = spec
         self.name = f"hv{os.getpid()}" if name is None else name
         self._signals = ExitStack()
-        if not _NAME.fullmatch(self.name):
-            raise BenchError(
-                "A cluster's name must be lower-case letters and digits, at most 20, starting with a letter. "
-                f"Received: name={self.name!r}"
-            )
 
     def __enter__(self) -> VirtualCluster:
         with ExitStack() as signals:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cluster import network
-from bench.cluster.spec import ClusterSpec, cluster_spec, equal_hosts, named_cluster
+from bench.cluster.spec import ClusterSpec, cluster_spec, equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.evaluation.outcome import ClusterFacts
 from bench.evaluation.suite import ANYWHERE, LOOPBACK, Group, Suite
 from bench.hosts.hosts import Hosts, ThisHost
-from bench.hosts.real_hosts import RealHosts
+from bench.hosts.rank_benchmark import hosts_of
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,26 @@ class HostSelection:
         return ClusterFacts(group.cluster, spec.describe(), len(spec.hosts), spec.slowest_rate_bits_per_s)
 
 
-def select_hosts(hosts: str | None) -> HostSelection:
-    """Return real hosts that answer, else virtual clusters, else this host with the reason in a note."""
-    if hosts is not None:
-        real = RealHosts(hosts)
-        note = f"on {real.spec.describe()}; links and CPUs as they are"
-        real.require_answers()
-        return HostSelection(real, ANYWHERE, note)
+def chosen_hosts(cluster: str | None, hosts: str | None) -> HostSelection | None:
+    """Return the cluster or the real hosts that options name, for all groups; None if they name neither."""
+    if cluster is None and hosts is None:
+        return None
+    if cluster is not None:
+        network.require_privileges()
+    found = hosts_of(cluster, hosts)
+    if cluster is None:
+        return HostSelection(found, ANYWHERE, "on real hosts; links and CPUs as they are")
+    return HostSelection(found, Path(cluster).name)
+
+
+def virtual_clusters() -> HostSelection:
+    """Return a virtual cluster for each group, or this host with the reason in a note."""
     try:
         with VirtualCluster(equal_hosts(1, "1gbit")):  # root in a container may lack the rights
             return HostSelection()
     except BenchError as error:
-        note = f"on plain loopback, without limits; clusters are left out: {error}"
-        return this_host(note=note)
+        return this_host(note=f"on plain loopback, without limits; clusters are left out: {error}")
 
 
 def this_host(ranks: int = 2, note: str = "") -> HostSelection:
     return HostSelection(ThisHost(ranks), LOOPBACK, note)
-
-
-def one_cluster(text: str) -> HostSelection:
-    """Return one virtual cluster for all of a suite, from a TOML file or a name. BenchError without root."""
-    network.require_privileges()
-    name, spec = named_cluster(text, Path())
-    return HostSelection(VirtualCluster(spec), name)

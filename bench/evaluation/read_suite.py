@@ -1,7 +1,8 @@
-"""Reads suites from TOML: those of bench/suites/, and the user's own."""
+"""Reads suites from TOML (those of bench/suites/, and the user's own), and from options of one task."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from bench.cluster.spec import ClusterSpec, named_cluster
 from bench.errors import BenchError
 from bench.evaluation.suite import ANYWHERE, Group, Suite, require_ranks
 from bench.rounds.record import AUTO_THREADS, Task
-from bench.training.workloads import check
+from bench.training.workloads import WORKLOADS, check
 from hvpipe.config_file import Table, read_document
 
 FOLDER = Path(__file__).parents[1] / "suites"
@@ -52,6 +53,31 @@ def read_suite(name: str, all_systems: Sequence[str]) -> Suite:
                 f"{path}: clusters of one suite should have different file names. Received: {each.cluster!r}"
             )
     return Suite(path.stem, title, tuple(groups))
+
+
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is trained and for how long, for suite_of_options."""
+    parser.add_argument("--workload", default="resnet50", choices=list(WORKLOADS))
+    parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="samples per rank and step (default: 8)")
+    parser.add_argument("--shares", help="samples of each rank instead, e.g. 11,5")
+    parser.add_argument("--ranks", type=int, help="ranks on this host alone (default: 2)")
+    parser.add_argument("--warm-up", type=int, default=3, help="untimed steps of a round (default: 3)")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round (default: 8)")
+    parser.add_argument("--epochs", type=int, default=0, help="instead of steps, of digits, prose or table")
+    parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each (default: 3)")
+
+
+def suite_of_options(options: argparse.Namespace, systems: Sequence[str], known: Sequence[str]) -> Suite:
+    """Return the task of the options as a suite, with these of the known systems in turn."""
+    shares = options.shares.split(",") if options.shares else []
+    if not all(word.strip().isdecimal() for word in shares):
+        raise BenchError(f"--shares should be whole numbers, as in 11,5. Received: {options.shares!r}")
+    fields = {name: getattr(options, name) for name in ("workload", "rounds", *_NUMBERS)}
+    table = Table({**_DEFAULTS, **fields, "shares": [*map(int, shares)], "systems": systems}, "options")
+    title = f"{options.workload}, {len(systems)} in turn"
+    return Suite(options.command, title, tuple(_groups(table, Path(), known)))
 
 
 def _groups(table: Table, folder: Path, all_systems: Sequence[str]) -> list[Group]:

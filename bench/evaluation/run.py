@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
 from bench.evaluation.host_selection import HostSelection
-from bench.evaluation.journal import Journal, alone_in
-from bench.evaluation.outcome import EvaluationOutcome, Setting
-from bench.evaluation.progress import EvaluationProgress
+from bench.evaluation.outcome import EvaluationOutcome, Journal, Setting, alone_in
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.hardware import describe_hardware
 from bench.hosts.hosts import Hosts
+from bench.hosts.rank_benchmark import say
 from bench.metrics import format_time
 from bench.rounds.record import NOT_UP, Case, Round, Task
-from bench.rounds.timed_steps import counted
 from hvpipe.errors import HvpipeError
 
 RunRound = Callable[[Case, int, Hosts, float], Round]
@@ -45,110 +43,90 @@ def setting_of(suite: Suite, selection: HostSelection, software: Mapping[str, st
     )
 
 
+@dataclass(frozen=True)
 class Evaluation:
-    """One run of a suite into a folder. If the folder has some rounds already, it runs the missing ones."""
+    """One run of a suite into a folder. If the folder has some rounds already, it runs the missing ones.
 
-    def __init__(
-        self,
-        suite: Suite,
-        selection: HostSelection,
-        run_round: RunRound,
-        missing: Mapping[str, str],
-        software: Mapping[str, str] | None = None,
-    ) -> None:
-        """`suite` fits the selection, `missing` says by name why a system cannot run here, `software` is from
-        describe_software.
-        """
-        self._suite = suite
-        self._selection = selection
-        self._run_round = run_round
-        self._missing = missing
-        self._software = software
+    `suite` fits the selection, `missing` says by name why a system cannot run here, `software` is from
+    describe_software.
+    """
 
-    def rounds(self) -> int:
-        """Return the number of rounds of all groups."""
-        return sum(len(group.turns()) for group in self._suite.groups)
+    suite: Suite
+    selection: HostSelection
+    run_round: RunRound
+    missing: Mapping[str, str]
+    software: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return what would run, a line for each group, and why systems are skipped."""
-        lines = [*([self._selection.note] if self._selection.note else []), *self._suite.notes]
-        for group in self._suite.groups:
+        lines = [*([self.selection.note] if self.selection.note else []), *self.suite.notes]
+        for group in self.suite.groups:
             task = group.task.describe([group.rounds_of(system) for system in group.systems])
             lines.append(f"{group.name}: {len(group.systems)} systems, {task}")
-        asked = {system for group in self._suite.groups for system in group.systems}
-        lines += [f"skipped: {why}" for system, why in self._missing.items() if system in asked]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"skipped: {why}" for why in self.missing.values())])
 
-    def run(
-        self, folder: Path, progress: EvaluationProgress, *, retry_failed: bool = False
-    ) -> EvaluationOutcome:
+    def run(self, folder: Path, *, retry_failed: bool = False) -> EvaluationOutcome:
         """Run what is missing in the folder. KeyboardInterrupt leaves it with all finished rounds kept.
 
         Cases whose hosts were not up count as missing, and with `retry_failed` failed cases do too.
         """
         with alone_in(folder):
-            journal = Journal(folder, setting_of(self._suite, self._selection, self._software))
-            journal.forget_not_up()
-            if retry_failed:
-                journal.forget_failed()
-            kept = journal.outcome
-            for group in self._suite.groups:
-                self._run_group(group, journal, progress)
-            if journal.outcome is kept:
-                progress.say(f"nothing left to run: {folder} has all rounds, begun {kept.setting.started}")
+            journal = Journal(folder, setting_of(self.suite, self.selection, self.software))
+            journal.forget(failed=retry_failed)
+            kept, began_s = journal.outcome, time.monotonic()
+
+            def tell(what: str) -> None:
+                """Say what begins, and what is left, with its time by the mean of the rounds so far."""
+                left = sum(len(self._left(group, journal.outcome)) for group in self.suite.groups)
+                done = sum(not each.skipped for each in journal.outcome.rounds) - len(kept.rounds)
+                left_s = (time.monotonic() - began_s) / done * left if done else 0.0
+                say(f"[{left} rounds left{f', {left_s / 60:.0f} min' if done else ''}] {what}")
+
+            if not any(self._left(group, kept) for group in self.suite.groups):
+                say(f"nothing left to run: {folder} has all rounds, begun {kept.setting.started}")
+            for group in self.suite.groups:
+                self._run_group(group, journal, tell)
             return journal.outcome
 
-    def _run_group(self, group: Group, journal: Journal, progress: EvaluationProgress) -> None:
-        kept = journal.outcome
-        left = [turn for turn in group.turns() if not _done(kept, *turn) and not _gave_up(kept, turn[1])]
-        for case in dict.fromkeys(case for _, case in left if case.system in self._missing):
-            if not any(each.case.key == case.key for each in journal.outcome.rounds):
-                journal.add_round(Round(case, 0, skipped=self._missing[case.system]))
-            progress.say(f"{case.key}: skipped, {self._missing[case.system]}")
-        left = [(number, case) for number, case in left if case.system not in self._missing]
-        progress.leave_out(len(group.turns()) - len(left))
-        if not left:
+    def _left(self, group: Group, outcome: EvaluationOutcome) -> list[tuple[int, Case]]:
+        """Return the turns still to run: no others of a case that failed, which would fail again."""
+        ran = {(each.number, each.case) for each in outcome.rounds}
+        failed = {each.case for each in outcome.rounds if each.error}
+        able = [(number, case) for number, case in group.turns() if case.system not in self.missing]
+        return [turn for turn in able if turn not in ran and turn[1] not in failed]
+
+    def _run_group(self, group: Group, journal: Journal, tell: Callable[[str], None]) -> None:
+        for case in (group.case(system) for system in group.systems if system in self.missing):
+            if not any(each.case == case for each in journal.outcome.rounds):
+                journal.add_round(Round(case, 0, skipped=self.missing[case.system]))
+            say(f"{case.key}: skipped, {self.missing[case.system]}")
+        if not (turns := self._left(group, journal.outcome)):
             return
         try:
-            with self._selection.hosts_of(group) as hosts:
-                self._measure_links(group.cluster, hosts, journal, progress)
-                for number, case in left:
-                    if _gave_up(journal.outcome, case):
-                        progress.leave_out(1)
-                        continue
-                    progress.working_on(f"{case.key}, round {number + 1} of {group.rounds}")
-                    finished = self._round(case, number, hosts, _limit_s(case.task))
-                    journal.add_round(finished)
-                    progress.done()
-                    progress.say(_line(finished))
+            with self.selection.hosts_of(group) as hosts:
+                measured = any(each.cluster == group.cluster for each in journal.outcome.links)
+                if not measured and len(hosts.spec.hosts) > 1:
+                    tell(f"{group.cluster}: links")
+                    journal.add_links(links.measure(hosts, group.cluster))
+                for number, case in turns:
+                    if (number, case) in self._left(group, journal.outcome):
+                        tell(f"{case.key}, round {number + 1} of {group.rounds}")
+                        finished = self._round(case, number, hosts, _limit_s(case.task))
+                        journal.add_round(finished)
+                        say(_line(finished))
         except HvpipeError as error:
-            outcome = journal.outcome
-            left = [turn for turn in left if not _done(outcome, *turn) and not _gave_up(outcome, turn[1])]
+            left = self._left(group, journal.outcome)
             for number, case in left:
                 journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
-                progress.leave_out(1)
             said = f"not run, {NOT_UP}{error}" if left else f"measured; its hosts could not be ended: {error}"
-            progress.say(f"{group.name}: {said}")
+            say(f"{group.name}: {said}")
 
     def _round(self, case: Case, number: int, hosts: Hosts, timeout_s: float) -> Round:
         """Run a round. Every failure of a system ends up in the round."""
         try:
-            return self._run_round(case, number, hosts, timeout_s)
-        except subprocess.TimeoutExpired as error:
-            output = error.stderr or error.output or ""
-            text = output if isinstance(output, str) else output.decode(errors="replace")
-            return Round(case, number, error=f"no end within {timeout_s:.0f} s\n{text[-_OUTPUT_END:]}")
+            return self.run_round(case, number, hosts, timeout_s)
         except Exception:
             return Round(case, number, error=traceback.format_exc()[-_OUTPUT_END:])
-
-    def _measure_links(
-        self, cluster: str, hosts: Hosts, journal: Journal, progress: EvaluationProgress
-    ) -> None:
-        known = any(each.cluster == cluster for each in journal.outcome.links)
-        if known or len(hosts.spec.hosts) < 2:
-            return
-        progress.working_on(f"{cluster}: links")
-        journal.add_links(links.measure(hosts, cluster))
 
 
 def _limit_s(task: Task) -> float:
@@ -156,20 +134,8 @@ def _limit_s(task: Task) -> float:
     return 1800.0 + 10.0 * (task.warm_up + task.steps) + 300.0 * task.epochs
 
 
-def _done(outcome: EvaluationOutcome, number: int, case: Case) -> bool:
-    """Return whether this round ran. Skipped rounds are tried again."""
-    return any(
-        each.case.key == case.key and each.number == number and not each.skipped for each in outcome.rounds
-    )
-
-
-def _gave_up(outcome: EvaluationOutcome, case: Case) -> bool:
-    """Return whether the case failed: a crash or a hang would repeat in every round."""
-    return any(each.case.key == case.key and each.error for each in outcome.rounds)
-
-
 def _line(finished: Round) -> str:
     if not finished.ok:
         return f"{finished.case.key}: {'skipped' if finished.skipped else 'failed'}, {finished.why}"
-    step_s = max(median(counted(finished.case.task, rank.step_s)) for rank in finished.ranks)
+    step_s = max(median(finished.counted(rank)) for rank in range(len(finished.ranks)))
     return f"{finished.case.key}: step {format_time(step_s)}, the round {format_time(finished.taken_s)}"

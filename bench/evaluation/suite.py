@@ -13,7 +13,7 @@ from bench.cluster.spec import ClusterSpec
 from bench.errors import BenchError
 from bench.rounds.record import Case, Task
 from bench.systems import SYSTEMS
-from bench.training.workloads import trained_examples
+from bench.training.workloads import dataset_of
 
 ANYWHERE = "hosts"  # the cluster of groups that name none
 LOOPBACK = "loopback"  # the cluster that is this machine alone
@@ -124,7 +124,7 @@ def require_ranks(task: Task, ranks: int) -> None:
     together = sum(task.shares) or task.batch * ranks
     if not task.epochs:
         return
-    examples = trained_examples(task.workload)
+    examples = dataset_of(task.workload).trained
     if together == 0 or task.epochs * (examples // together) <= task.warm_up:
         raise BenchError(
             f"epochs of {examples} examples should have more steps than the warm-up's {task.warm_up}. "

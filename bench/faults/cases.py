@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from bench.cluster import network
 from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
@@ -101,15 +102,11 @@ def _hvpipe_run(ranks: int, folder: Path, *options: object) -> list[str]:
 
 def _run(
     command: Sequence[str],
-    during: Callable[[subprocess.Popen[str]], None] | None = None,
+    during: Callable[[subprocess.Popen[Any]], None] | None = None,
     extra: Mapping[str, str] = MappingProxyType({}),
 ) -> Ended:
-    environ = {
-        **os.environ,
-        **extra,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        **dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}"),
-    }
+    deadlines = dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}")
+    environ = {**extra, "PYTHONPATH": str(Path(__file__).parents[2]), **deadlines}
     return run_to_end(command, environ, LIMIT_S, during)
 
 
@@ -136,42 +133,35 @@ def _reference(ranks: int, *options: object) -> str | None:
         return _state(_run(_hvpipe_run(ranks, folder, *options)).output)
 
 
+def _problem(*problems: tuple[bool, str]) -> str:
+    """Return the first problem that is there, or ""."""
+    return next((text for there, text in problems if there), "")
+
+
 def _judge_end(ended: Ended, folder: Path, deadline_s: float, says: Sequence[str]) -> Trial:
     """The job must end in time, not with 0, and say these words."""
     after_s = ended.at_s - _broken_s(folder) - deadline_s
-    if ended.code is None:
-        return Trial("it hung", LIMIT_S, ended.output)
-    if not _broken_s(folder):
-        return Trial("nothing was broken", 0.0, ended.output)
-    missing = [words for words in says if words not in ended.output]
-    problem = (
-        "it ended with 0"
-        if ended.code == 0
-        else f"it does not say {missing[0]!r}"
-        if missing
-        else f"it took {after_s:.1f} s"
-        if after_s > PROMISED_S
-        else ""
+    problem = _problem(
+        (ended.code is None, "it hung"),
+        (not _broken_s(folder), "nothing was broken"),
+        (ended.code == 0, "it ended with 0"),
+        *((words not in ended.output, f"it does not say {words!r}") for words in says),
+        (after_s > PROMISED_S, f"it took {after_s:.1f} s"),
     )
-    return Trial(problem, max(0.0, after_s), ended.output)
+    return Trial(problem, max(0.0, after_s) if _broken_s(folder) else 0.0, ended.output)
 
 
 def _judge_going_on(
     ended: Ended, folder: Path, ranks: int, says: str = "", options: Sequence[object] = ()
 ) -> Trial:
     """The job must end as one with these options and without a fault."""
-    problem = (
-        "it hung"
-        if ended.code is None
-        else f"it ended with {ended.code}"
-        if ended.code != 0
-        else "nothing was broken"
-        if not _broken_s(folder)
-        else "other weights"
-        if _state(ended.output) is None or _state(ended.output) != _reference(ranks, *options)
-        else f"it does not say {says!r}"
-        if says not in ended.output
-        else ""
+    state = _state(ended.output)
+    problem = _problem(
+        (ended.code is None, "it hung"),
+        (ended.code != 0, f"it ended with {ended.code}"),
+        (not _broken_s(folder), "nothing was broken"),
+        (state is None or state != _reference(ranks, *options), "other weights"),
+        (says not in ended.output, f"it does not say {says!r}"),
     )
     return Trial(problem, 0.0, ended.output)
 
@@ -255,7 +245,7 @@ def _link(down_s: float | None, phase: str, chance: random.Random) -> Trial:
         def set_link(state: str) -> None:
             subprocess.run(["ip", "-n", switch, "link", "set", "p1", state], check=True)
 
-        def during(process: subprocess.Popen[str]) -> None:
+        def during(process: subprocess.Popen[Any]) -> None:
             while not _broken_s(folder) and process.poll() is None:
                 time.sleep(0.005)
             set_link("down")
@@ -281,7 +271,7 @@ def _whole_job(phase: str, chance: random.Random) -> Trial:
     """Kill everything at a random moment after the first checkpoint has begun, then start again."""
     with _folder() as folder:
 
-        def during(process: subprocess.Popen[str]) -> None:
+        def during(process: subprocess.Popen[Any]) -> None:
             while not (folder / "broken").exists() and process.poll() is None:
                 time.sleep(0.002)
             time.sleep(chance.uniform(0.0, 0.15))

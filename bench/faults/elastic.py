@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import sys
@@ -27,8 +26,8 @@ def run_trial(ranks: int, overlap: str, chance: random.Random) -> Trial:
     kill = f"{chance.randrange(ranks)}:{step}:after{delay_s:.3f}"
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "hvpipe", "run", "--elastic", "--no-summary", "-np", str(ranks)]
-        environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-        ended = run_to_end([*command, job.__file__, name, overlap, kill], environ, _LIMIT_S)
+        line = [*command, job.__file__, name, overlap, kill]
+        ended = run_to_end(line, {"TF_CPP_MIN_LOG_LEVEL": "3"}, _LIMIT_S)
         if ended.code != 0:
             problem = "it hung" if ended.code is None else f"it ended with {ended.code}"
             return Trial(problem, 0.0, f"{overlap} {kill}\n{ended.output}")

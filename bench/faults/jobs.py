@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import psutil
+from bench.launch.processes import started
 
 
 @dataclass(frozen=True)
@@ -41,36 +41,18 @@ def run_to_end(
     command: Sequence[str],
     environ: Mapping[str, str],
     limit_s: float,
-    during: Callable[[subprocess.Popen[str]], None] | None = None,
+    during: Callable[[subprocess.Popen[Any]], None] | None = None,
 ) -> Ended:
     """Run a job, with `during` beside it, until it ends or hangs. None of its processes is left."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environ,
-            text=True,
-            start_new_session=True,
-        )
-        try:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        with started(command, environ, **pipes) as process:
             if during is not None:
                 during(process)
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
+            try:
+                code: int | None = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
             ended_s = time.time()
-            kill_tree(process)
         output.seek(0)
         return Ended(code, output.read(), ended_s)
-
-
-def kill_tree(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    process.kill()
-    process.wait()

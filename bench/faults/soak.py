@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import statistics
@@ -12,15 +11,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-from bench.faults.jobs import kill_tree
-from bench.launch.termination import ended_by_exception
+from bench.launch.processes import started
 from hvpipe.checkpoints.folder import complete
 from hvpipe.checkpoints.manifest import read_manifest
 from hvpipe.comm.job_folder import STOPPED
@@ -105,6 +102,7 @@ class _Soak:
         self.faults[what] += 1
 
 
+_Started = contextlib.AbstractContextManager[subprocess.Popen[bytes]]
 _TRAINS = str(Path(__file__).with_name("soak_job.py"))
 _HVPIPE = [sys.executable, "-m", "hvpipe"]
 
@@ -117,7 +115,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 def run(minutes: float, seed: int) -> int:
     """Run the soak and print what was seen; return 1 if the job did not go on as promised."""
-    with ended_by_exception(), tempfile.TemporaryDirectory(prefix="hvpipe-soak-") as name:
+    with tempfile.TemporaryDirectory(prefix="hvpipe-soak-") as name:
         folder = Path(name)
         (folder / "ranks").mkdir()
         with (folder / "output").open("w+") as output:
@@ -137,21 +135,11 @@ def run(minutes: float, seed: int) -> int:
         return 1 if problem or grows else 0
 
 
-@contextlib.contextmanager
-def _job(folder: Path, output: int, epochs: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def _job(folder: Path, output: int, epochs: int, *options: str) -> _Started:
     command = [*_HVPIPE, "run", "-np", str(RANKS), "--no-summary", "--stall-warn", "2"]
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(
-        [*command, "--grace", str(_HANG_S), *options, _TRAINS, str(folder), str(epochs)],
-        env=environ,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        kill_tree(process)
+    environ = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(Path(__file__).parents[2])}
+    line = [*command, "--grace", str(_HANG_S), *options, _TRAINS, str(folder), str(epochs)]
+    return started(line, environ, stdout=output, stderr=output)
 
 
 def _break(soak: _Soak, minutes: float) -> str:

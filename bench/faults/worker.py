@@ -44,36 +44,23 @@ class Breaker:
         fault, wanted.fault = wanted.fault, ""
         (wanted.folder / "broken").write_text(repr(time.time()))
         if fault in _SIGNALS:
-            os.kill(os.getpid(), _SIGNALS[fault])
-            return  # a stopped rank may go on
-        does = {
-            "raise": self._raise,
-            "slow": self._slow,
-            "memory": self._memory,
-            "clock": self._jump,
-            "mark": lambda: None,  # the harness sees the file `broken`
-        }
-        does[fault]()
-
-    def _raise(self) -> None:
-        raise ValueError("injected")
-
-    def _slow(self) -> None:
-        time.sleep(self._options.slow)
-
-    def _jump(self) -> None:
-        with self._options.clock.open("r+b") as clock:
-            clock.write(struct.pack("q", self._options.jump))
-        off_s = time.time() - float((self._options.folder / "broken").read_text())
-        assert abs(off_s - self._options.jump) < 60, "the clock did not jump"
-        time.sleep(0.3)  # while the others wait
-
-    def _memory(self) -> None:
-        group = Path(self._options.group)
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        (group / "memory.limit_in_bytes").write_text(str(256 << 20))
-        hoard = [np.ones(8 << 20, np.uint8) for _ in range(200)]
-        raise AssertionError(f"{len(hoard)} arrays fit")
+            os.kill(os.getpid(), _SIGNALS[fault])  # a stopped rank may go on
+        elif fault == "raise":
+            raise ValueError("injected")
+        elif fault == "slow":
+            time.sleep(2.0)
+        elif fault == "memory":
+            (wanted.group / "cgroup.procs").write_text(str(os.getpid()))
+            (wanted.group / "memory.limit_in_bytes").write_text(str(256 << 20))
+            hoard = [np.ones(8 << 20, np.uint8) for _ in range(200)]
+            raise AssertionError(f"{len(hoard)} arrays fit")
+        elif fault == "clock":
+            with wanted.clock.open("r+b") as clock:
+                clock.write(struct.pack("q", wanted.jump))
+            off_s = time.time() - float((wanted.folder / "broken").read_text())
+            assert abs(off_s - wanted.jump) < 60, "the clock did not jump"
+            time.sleep(0.3)  # while the others wait
+        # Of "mark" the harness sees the file `broken`.
 
 
 class Job:
@@ -158,10 +145,9 @@ def main() -> None:
     parser.add_argument("--at", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--pause", type=float, default=0.0)
-    parser.add_argument("--slow", type=float, default=2.0)
     parser.add_argument("--clock", type=Path)
     parser.add_argument("--jump", type=int, default=0)
-    parser.add_argument("--group", default="")
+    parser.add_argument("--group", type=Path)
     parser.add_argument("--checkpoints", type=Path)
     options = parser.parse_args()
     hvpipe.init()

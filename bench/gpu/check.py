@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.launch import mpirun
+from bench.launch import processes
 from hvpipe.comm.rank_gpu import find_nccl
 from hvpipe.monitor.gpu_meter import GpuMeter
 from hvpipe.monitor.nvml import NvmlMissing
@@ -117,7 +117,7 @@ def run(
         waits = {"HVPIPE_TIMEOUT": str(max(60.0, timeout_s / 2)), **CACHE, **os.environ, **settings}
         try:
             # `hvpipe run` ends its ranks within 5 s.
-            done = mpirun.run(
+            done = processes.run(
                 command, timeout_s=timeout_s, env=waits, capture=False, cwd=REPOSITORY, patience_s=20
             )
             ended = f"exit code {done.returncode}" if done.returncode else ""

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,25 @@ def bits_of(weights: list[np.ndarray]) -> bytes:
     return b"".join(np.ascontiguousarray(weight).tobytes() for weight in weights)
 
 
+# float16 has a loss scale.
+COMPARED: tuple[tuple[str, Callable[[], keras.Model], dict[str, Any]], ...] = (
+    ("convolutions", convolutions, {}),
+    ("Embedding", embedded, {}),
+    ("mixed_bfloat16", convolutions, {"policy": "mixed_bfloat16"}),
+    ("mixed_float16", convolutions, {"policy": "mixed_float16"}),
+    ('compression="bf16"', convolutions, {"compression": "bf16"}),
+    ("steps_per_execution=4", convolutions, {"steps_per_execution": 4}),
+)
+
+
 class Check:
     """The parts, each of which notes rows."""
 
     def __init__(self, rows: Rows, steps: int) -> None:
         self._rows, self._steps = rows, steps
 
-    def _compare(self, what: str, build: Callable[[], keras.Model], **options: Any) -> None:
+    def compare(self, what: str, build: Callable[[], keras.Model], **options: Any) -> None:
+        """Compare the overlap modes, and all ranks, bit by bit."""
         linear = trained(build, "none", **options)
         mine = [bits_of(linear), *(bits_of(trained(build, mode, **options)) for mode in MODES)]
         everyone = hvpipe.allgather_object(mine)
@@ -117,27 +130,6 @@ class Check:
         self._rows.note("versions", f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {name}")
         self._rows.note("XLA", os.environ.get("TF_XLA_FLAGS", "as compiled"))
         self._rows.note("gradients go", current().engine.use_device())
-
-    def exact(self) -> None:
-        """Compare convolutions in float32."""
-        self._compare("convolutions", convolutions)
-
-    def tables(self) -> None:
-        """Compare a model with an Embedding."""
-        self._compare("Embedding", embedded)
-
-    def half_types(self) -> None:
-        """Compare half types; float16 has a loss scale."""
-        for policy in ("mixed_bfloat16", "mixed_float16"):
-            self._compare(policy, convolutions, policy=policy)
-
-    def compressed(self) -> None:
-        """Compare gradients sent as bf16."""
-        self._compare('compression="bf16"', convolutions, compression="bf16")
-
-    def several_steps(self) -> None:
-        """Compare several steps per execution."""
-        self._compare("steps_per_execution=4", convolutions, steps_per_execution=4)
 
     def other_modes(self) -> None:
         """Train in the modes that are other algorithms, and with int8 and PowerSGD."""
@@ -202,17 +194,10 @@ def main() -> int:
     hvpipe.init()
     rows = Rows(Path(sys.argv[1]), judged=True)
     check = Check(rows, 12 if sys.argv[2:] == ["small"] else 40)
-    for part in (
-        check.facts,
-        check.exact,
-        check.tables,
-        check.whole_batch,
-        check.half_types,
-        check.compressed,
-        check.several_steps,
-        check.other_modes,
-        check.step_time,
-    ):
+    rows.part(check.facts)
+    for what, build, options in COMPARED:
+        rows.part(partial(check.compare, what, build, **options), what)
+    for part in (check.whole_batch, check.other_modes, check.step_time):
         rows.part(part)
     hvpipe.shutdown()
     return int(rows.failed or any(row["ok"] is False for row in rows.found))

@@ -33,15 +33,16 @@ class Rows:
     def found(self) -> list[dict[str, object]]:
         return self._rows
 
-    def part(self, part: Callable[[], None]) -> None:
-        """Run a part. An error becomes a row, and the other parts run all the same."""
+    def part(self, part: Callable[[], None], what: str = "") -> None:
+        """Run a part. An error becomes a row of this name, and the other parts run all the same."""
         try:
             part()
         except Exception as error:
             traceback.print_exc()
             self.failed = True
-            name = part.__name__.strip("_").replace("_", " ")
-            self.note(name, f"FAILED: {type(error).__name__}: {error}", ok=False)
+            self.note(
+                what or part.__name__.replace("_", " "), f"FAILED: {type(error).__name__}: {error}", ok=False
+            )
 
     def note(self, what: str, result: str, ok: bool | None = None, **figures: float) -> None:
         """Add a row. `ok` is None if nothing can be right or wrong."""

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from bench.cluster.spec import ClusterSpec
 from bench.errors import BenchError
-from bench.launch import mpirun
+from bench.launch import mpirun, processes
 from hvpipe.commands.hosts import HostSlots
 
 FIRST_PORT = 20100  # of those that are used on a host, virtual or real
@@ -71,11 +71,9 @@ class Hosts(ABC):
         """A folder that all hosts see; None if any folder of this machine does."""
         return None
 
-    def execute(
-        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end and return its output as text."""
-        return mpirun.run(self.host_command(host, command), timeout_s=timeout_s)
+    def plain_command(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return the line that runs a command on a host, which keeps input, output and errors as they are."""
+        return self.host_command(host, command)
 
     def run(
         self,
@@ -88,7 +86,7 @@ class Hosts(ABC):
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on `ranks` ranks to its end. Every rank gets `env`."""
         line = self.mpirun_command(ranks, command, tuple(env or ()))
-        return mpirun.run(line, timeout_s=timeout_s, env=env, capture=capture)
+        return processes.run(line, timeout_s=timeout_s, env=env, capture=capture)
 
 
 class ThisHost(Hosts):

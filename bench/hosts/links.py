@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
-from bench.cluster.spec import format_rate
-from bench.cluster.virtual_cluster import VirtualCluster
-from bench.errors import BenchError
+from bench.cluster.spec import HostSpec, format_rate
 from bench.hosts.hosts import Hosts
+from bench.hosts.rank_benchmark import say
+from bench.hosts.stream import COMMAND, open_stream
 from bench.rounds.record import last_words
 
-_PORT = 5201
+_FIRST_BYTES = 1 << 20
 _NEAR = 0.15  # by which a measured rate may differ from the set one
 
 
@@ -42,63 +37,43 @@ class LinkFacts:
 def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
     """Measure the links from the first host to every other one. Those that cannot be measured say why."""
     first, *others = hosts.spec.hosts
-    found = [
-        _measured(hosts, LinkFacts(cluster, first.name, host.name, _slower(hosts, host.name)), seconds)
-        for host in others
-    ]
-    for link in found:
+    found = []
+    for other in others:
+        ends = [host.rate_bits_per_s for host in (first, other) if isinstance(host, HostSpec)]
+        set_rate = min((rate for rate in ends if rate is not None), default=None)
+        link = LinkFacts(cluster, first.name, other.name, set_rate)
+        try:
+            rates = measure_two_way(hosts, first.name, other.name, seconds=seconds)
+            link = replace(link, two_way_bits_per_s=fmean(rates))
+        except Exception as error:  # the systems can be measured without it
+            say(f"{first.name} to {other.name}: both ways at once not measured, {error}")
+            link = replace(link, why=last_words(str(error)))
         if not link.keeps_its_limit:
-            print(
+            say(
                 f"WARNING: {cluster}: the link from {link.first} to {link.second} is set to "
                 f"{format_rate(link.set_bits_per_s)}, and carries {format_rate(link.two_way_bits_per_s)}. "
-                "Results on this link do not reflect the stated rate.",
-                file=sys.stderr,
+                "Results on this link do not reflect the stated rate."
             )
+        found.append(link)
     return found
 
 
-def _measured(hosts: Hosts, link: LinkFacts, seconds: float) -> LinkFacts:
-    try:
-        rate = fmean(measure_two_way(hosts, link.first, link.second, seconds=seconds))
-    except Exception as error:  # the systems can be measured without it
-        print(f"{link.first} to {link.second}: both ways at once not measured, {error}", file=sys.stderr)
-        return replace(link, why=last_words(str(error)))
-    return replace(link, two_way_bits_per_s=rate)
-
-
-def _slower(hosts: Hosts, second: str) -> float | None:
-    """Return the lower of the set rates at the two ends of the link to a host."""
-    if not isinstance(hosts, VirtualCluster):
-        return None
-    ends = [host for host in hosts.spec.hosts if host.name in (hosts.spec.hosts[0].name, second)]
-    return min((host.rate_bits_per_s for host in ends if host.rate_bits_per_s is not None), default=None)
-
-
 def measure_two_way(hosts: Hosts, first: str, second: str, *, seconds: float = 4.0) -> tuple[float, float]:
-    """Stream both ways between two hosts for `seconds`, after one second that does not count.
+    """Stream both ways between two hosts for some `seconds`.
 
-    Return the bits per second that arrived at the second and at the first host. A ring uses both directions
+    Return the bits per second that arrived at the first and at the second host. A ring uses both directions
     alike, so it can reach their mean at most.
     """
-    program = [sys.executable, str(Path(__file__).with_name("two_way_stream.py"))]
-    address = [second, str(_PORT), str(seconds)]
-    nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal on its stdin
-    server = hosts.host_command(second, [*program, "server", *address])
-    with subprocess.Popen(server, stdin=nothing, stdout=nothing, stderr=nothing) as process:
-        try:
-            there, here = json.loads(_retry(hosts, first, [*program, "client", *address], seconds + 30))
-        finally:
-            process.terminate()
-    return there, here
-
-
-def _retry(hosts: Hosts, host: str, command: list[str], timeout_s: float) -> str:
-    """Run the client again until the server listens."""
-    deadline = time.monotonic() + 15.0  # over ssh, Python takes seconds to start
-    while True:
-        result = hosts.execute(host, command, timeout_s=timeout_s)
-        if result.returncode == 0:
-            return result.stdout
-        if time.monotonic() > deadline:
-            raise BenchError(f"`{' '.join(command)}` in {host} failed: {result.stderr or result.stdout}")
-        time.sleep(0.1)
+    with (
+        open_stream(hosts.plain_command(first, COMMAND)) as one,
+        open_stream(hosts.plain_command(second, COMMAND)) as other,
+    ):
+        one.send_to(second, other.port)
+        other.send_to(first, one.port)
+        size_bytes, taken_s = _FIRST_BYTES, (0.0, 0.0)
+        while min(taken_s) < seconds:
+            one.begin(size_bytes)
+            other.begin(size_bytes)
+            taken_s, sent_bytes = (one.wait(), other.wait()), size_bytes
+            size_bytes = int(sent_bytes * min(8.0, 1.2 * seconds / min(taken_s)))
+    return 8 * sent_bytes / taken_s[0], 8 * sent_bytes / taken_s[1]

@@ -48,7 +48,7 @@ class Placement:
                 for rank, host in enumerate(self.hosts)
             ]
         return self._with_servers(
-            [*rank_process, "0"], [*python, "bench.systems.server_process", str(directory)]
+            [*rank_process, "0"], [*python, "bench.systems.parameter_server", str(directory)]
         )
 
     def _horovodrun(self, program: Path, command: Sequence[str]) -> Command:

@@ -6,7 +6,6 @@ hvpipe.init() an uncaught error on any rank ends them all.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import pickle
 import subprocess
@@ -28,14 +27,6 @@ from hvpipe.comm.discover import discover
 _ROOT = Path(__file__).parents[2]
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add how many ranks start, and after which time they are ended."""
-    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
-    parser.add_argument(
-        "--timeout", type=float, default=3600.0, help="seconds until the ranks are ended (default: 3600)"
-    )
-
-
 def hosts_of(cluster: str | None, hosts: str | None) -> Hosts:
     """Return the virtual cluster of that name, or the real hosts, or this host alone."""
     if cluster is not None and hosts is not None:
@@ -51,30 +42,24 @@ def run_on_ranks(
     worker: str,
     arguments: Mapping[str, Any],
     hosts: Hosts,
-    options: argparse.Namespace,
+    ranks: int | None = None,
+    timeout_s: float = 3600.0,
     python: str = sys.executable,
 ) -> Any:
-    """Let every rank call the worker's `measure`, and return the result of rank 0."""
+    """Let ranks (default: every slot) call the worker's `measure`, and return the result of rank 0."""
     warn_if_busy()
     with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=hosts.shared_folder) as name:
         folder = Path(name)
         (folder / "arguments").write_bytes(pickle.dumps(arguments))
         command = [python, "-m", "bench.hosts.rank_benchmark", worker, name]
-        status = _status_of(command, hosts, options)
+        count, env = ranks or hosts.spec.slots, {"PYTHONPATH": str(_ROOT)}
+        try:
+            status = hosts.run(count, command, timeout_s=timeout_s, env=env, capture=False).returncode
+        except subprocess.TimeoutExpired as error:
+            raise BenchError(f"The ranks must end. Received: none after {timeout_s:g} s") from error
         if status != 0 or not (folder / "result").exists():
             raise BenchError(f"The ranks failed with status {status}: see their output")
         return pickle.loads((folder / "result").read_bytes())
-
-
-def _status_of(command: list[str], hosts: Hosts, options: argparse.Namespace) -> int:
-    """Start the command on the ranks, and return how it ended."""
-    ranks, env = options.ranks or hosts.spec.slots, {"PYTHONPATH": str(_ROOT)}
-    try:
-        return hosts.run(ranks, command, timeout_s=options.timeout, env=env, capture=False).returncode
-    except subprocess.TimeoutExpired as error:
-        raise BenchError(
-            f"The ranks must end within --timeout. Received: none after {options.timeout:g} s"
-        ) from error
 
 
 def warn_if_busy() -> None:

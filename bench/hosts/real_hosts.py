@@ -15,7 +15,7 @@ from typing import Any
 from bench.errors import BenchError
 from bench.hosts.hardware import same_and_others
 from bench.hosts.hosts import FIRST_PORT, HostList, Hosts
-from bench.launch import mpirun
+from bench.launch import mpirun, processes
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import exported_names
 from hvpipe.errors import LaunchError
@@ -23,8 +23,8 @@ from hvpipe.errors import LaunchError
 _ROOT = Path(__file__).parents[2]
 _ANSWER_TIMEOUT_S = 60.0
 # With a terminal (-tt), a remote process ends when we do. Otherwise a server would run for ever.
-_SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
-_SSH_PLAIN = ("ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")  # keeps output and errors apart
+_SSH_PLAIN = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+_SSH = (*_SSH_PLAIN, "-tt")
 
 
 class RealHosts(Hosts):
@@ -43,10 +43,8 @@ class RealHosts(Hosts):
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
         return [*_SSH, host, *command]
 
-    def execute(
-        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        return mpirun.run([*_SSH_PLAIN, host, *command], timeout_s=timeout_s)
+    def plain_command(self, host: str, command: Sequence[str]) -> list[str]:
+        return [*_SSH_PLAIN, host, *command]
 
     def mpirun_command(self, ranks: int, command: Sequence[str], export: Sequence[str] = ()) -> list[str]:
         names = tuple(dict.fromkeys((*exported_names(os.environ), *export)))
@@ -82,7 +80,7 @@ class RealHosts(Hosts):
         """Return the JSON that a command prints last on a host. BenchError if it does not."""
         line = mpirun.line(1, command, (HostSlots(host.name, 1),), export=tuple(exported_names(os.environ)))
         try:
-            done = mpirun.run(line, timeout_s=timeout_s)
+            done = processes.run(line, timeout_s=timeout_s)
             if done.returncode == 0:
                 found: dict[str, Any] = json.loads(_end(done.stdout, lines=1))
                 return found

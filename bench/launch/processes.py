@@ -1,4 +1,4 @@
-"""Processes that run together and end together: at their end, at the first failure, or at a deadline."""
+"""Processes that end with their block, whatever ends it, and several that run and end together."""
 
 from __future__ import annotations
 
@@ -7,19 +7,87 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from bench.launch import mpirun
-from bench.launch.termination import undisturbed
+from bench.launch.termination import ended_by_exception, postponed, undisturbed
 from hvpipe.commands.supervise import own_job_folder
 
-_LEAVE_S = 5.0  # the longest wait for killed processes
+_LEAVE_S = 5.0  # the longest wait for processes that were asked to end, or killed
 _POLL_S = 0.05
+
+
+@contextmanager
+def started(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    patience_s: float = _LEAVE_S,
+    **options: Any,
+) -> Iterator[subprocess.Popen[Any]]:
+    """Start a command in its own process group, which ends with the block, also by SIGTERM and SIGHUP.
+
+    `env` is added to this process's environment. `options` are those of subprocess.Popen.
+    """
+    with ended_by_exception(), own_job_folder({**os.environ, **(env or {})}) as full:
+        process = None
+        try:
+            with postponed():  # a signal during Popen would leave us without the process that it has started
+                process = subprocess.Popen(command, env=full, start_new_session=True, **options)
+            yield process
+        finally:
+            if process is not None:
+                with undisturbed():
+                    end(process, patience_s)
+
+
+def end(process: subprocess.Popen[Any], patience_s: float = _LEAVE_S) -> tuple[Any, Any]:
+    """Ask a process group to end, then kill it with what left the group. Return what was in its pipes."""
+    others: list[psutil.Process] = []
+    if process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            others = psutil.Process(process.pid).children(recursive=True)
+    left: tuple[Any, Any] = ("", "")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            left = process.communicate(timeout=patience_s)
+            break
+    with suppress(ProcessLookupError):  # processes that outlive the first of their group
+        os.killpg(process.pid, signal.SIGKILL)
+    for other in others:
+        with suppress(psutil.NoSuchProcess):
+            other.kill()
+    return left
+
+
+def run(
+    command: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    capture: bool = True,
+    cwd: Path | None = None,
+    patience_s: float = _LEAVE_S,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, as `started` does.
+
+    After `timeout_s` it is ended, and subprocess.TimeoutExpired has what it had printed.
+    """
+    pipe = subprocess.PIPE if capture else None
+    with started(command, env, patience_s, stdout=pipe, stderr=pipe, text=True, cwd=cwd) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            with undisturbed():
+                out, err = end(process, patience_s)
+            raise subprocess.TimeoutExpired(list(command), error.timeout, out, err) from None
+    return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
 
 @dataclass(frozen=True)
@@ -51,53 +119,35 @@ def run_together(
     """
     outputs = [directory / f"{command.name}.output" for command in commands]
     deadline_s = time.monotonic() + timeout_s
-    running: list[subprocess.Popen[bytes]] = []
-    with ExitStack() as files:
-        environ = files.enter_context(own_job_folder(os.environ))
-        try:
-            for command, output in zip(commands, outputs, strict=True):
-                running.append(
-                    subprocess.Popen(
-                        command.line,
-                        stdin=subprocess.DEVNULL,
-                        stdout=files.enter_context(output.open("wb")),
-                        stderr=subprocess.STDOUT,
-                        env={**environ, **command.environment},
-                        start_new_session=True,
-                    )
+    with ExitStack() as stack:
+        stack.callback(end_left_behind, str(directory))
+        running = []
+        for command, output in zip(commands, outputs, strict=True):
+            pipes = {"stdout": stack.enter_context(output.open("wb")), "stderr": subprocess.STDOUT}
+            made = started(command.line, command.environment, stdin=subprocess.DEVNULL, **pipes)
+            running.append(stack.enter_context(made))
+        deciding = running if decides is None else [running[decides]]
+        while True:
+            codes = [process.poll() for process in running]
+            failed = next((number for number, code in enumerate(codes) if code), None)
+            if failed is not None:
+                return Ended(
+                    f"{commands[failed].name} ended with status {codes[failed]}", _end_of(outputs[failed])
                 )
-            deciding = running if decides is None else [running[decides]]
-            while True:
-                codes = [process.poll() for process in running]
-                failed = next((number for number, code in enumerate(codes) if code), None)
-                if failed is not None:
-                    why = f"{commands[failed].name} ended with status {codes[failed]}"
-                    return Ended(why, _end_of(outputs[failed]))
-                if all(process.returncode == 0 for process in deciding):
-                    return Ended("", "")
-                if time.monotonic() > deadline_s:
-                    said = "".join(
-                        f"--- {c.name}\n{_end_of(o, 2000)}" for c, o in zip(commands, outputs, strict=True)
-                    )
-                    return Ended(f"did not end within {timeout_s:g} s", said)
-                time.sleep(_POLL_S)
-        finally:
-            with undisturbed():
-                for process in running:
-                    mpirun.end(process)
-                    with suppress(ProcessLookupError):  # processes that outlive the first of their group
-                        os.killpg(process.pid, signal.SIGKILL)
-                end_left_behind(str(directory))
+            if all(process.returncode == 0 for process in deciding):
+                return Ended("", "")
+            if time.monotonic() > deadline_s:
+                said = "".join(
+                    f"--- {c.name}\n{_end_of(o, 2000)}" for c, o in zip(commands, outputs, strict=True)
+                )
+                return Ended(f"did not end within {timeout_s:g} s", said)
+            time.sleep(_POLL_S)
 
 
 def _end_of(output: Path, most: int = 6000) -> str:
-    return plain(output.read_text(errors="replace"))[-most:]
-
-
-def plain(output: str) -> str:
-    """Return a program's output without terminal colours and cursor moves."""
-    uncoloured = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", uncoloured)
+    """Return the end of a program's output, without terminal colours and cursor moves."""
+    uncoloured = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.read_text(errors="replace"))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", uncoloured)[-most:]
 
 
 def end_left_behind(words: str) -> None:

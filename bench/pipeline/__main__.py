@@ -49,8 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="of a plan in a round (default: 3)")
     parser.add_argument("--seeds", type=int, default=1, help="how many random placements (default: 1)")
-    rank_benchmark.add_rank_arguments(parser)
-    parser.set_defaults(timeout=900.0)
+    parser.add_argument("--ranks", type=int, help="ranks (default: every slot)")
     return parser
 
 
@@ -116,7 +115,7 @@ def _measured(options: argparse.Namespace, cluster: str | None, model: str) -> P
     with rank_benchmark.hosts_of(cluster, options.hosts) as hosts:
         arguments = {"task": _task(options, model), "options": wanted, "where": hosts.spec.describe()}
         report: PipelineReport = rank_benchmark.run_on_ranks(
-            "bench.pipeline.worker", arguments, hosts, options
+            "bench.pipeline.worker", arguments, hosts, options.ranks, timeout_s=900.0
         )
     return report
 

@@ -1,6 +1,7 @@
-"""How good greedy plans are, against the optimum and random placements.
+"""How good plans are: ``python -m bench.planning greedy|pipedream|scale``.
 
-``python -m bench.planning --json FILE``.
+`greedy` compares greedy plans with the optimum and random placements, `pipedream` searched plans with
+PipeDream's rule, on real models. `scale` measures the time and memory of searching large plans.
 """
 
 from __future__ import annotations
@@ -10,11 +11,22 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import geometric_mean, median
 
+from bench.planning.searched import (
+    LATENCY_S,
+    MICROBATCHES,
+    MODELS,
+    PROFILES,
+    SCALES,
+    against_pipedream,
+    planning_cost,
+)
 from hvpipe.errors import PlanError
 from hvpipe.forecast.pipeline import forecast
 from hvpipe.plan.baselines import baseline
@@ -25,11 +37,7 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.specs.cluster import Cluster, Link, equal_cluster
 from hvpipe.specs.profile import Profile
 
-_PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
-_MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
-_MICROBATCHES = 8
 _DRAWS = 100
-_LATENCY_S = 1e-4
 _UNEQUAL = (1.0, 0.5, 0.25)
 _LIMITS = {
     "equal": ((1.0,), False),
@@ -65,25 +73,45 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a benchmark; 1 if PipeDream's rule is faster than the search anywhere."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.planning", description="Measure how good plans are."
     )
-    parser.add_argument("--json", type=Path, help="write every case there")
+    parser.add_argument("which", nargs="?", choices=("greedy", "pipedream", "scale"), default="greedy")
+    parser.add_argument("--json", type=Path, help="write every case of `greedy` there")
     options = parser.parse_args(argv)
-    cases = list(all_cases(_MODELS, (4, 8)))
+    if options.which == "pipedream":
+        return _against_pipedream()
+    if options.which == "scale":
+        for what in SCALES:
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:  # one each, for its memory
+                seconds, megabytes = process.submit(planning_cost, what).result()
+            print(f"{what:30} {seconds:6.1f} s of CPU time {megabytes:6.0f} MB", flush=True)
+        return 0
+    cases = list(all_cases(MODELS, (4, 8)))
     results = []
     for number, case in enumerate(cases, start=1):
         what = f"{case.model}, {case.devices} devices, {case.limits}"
         print(f"{number} of {len(cases)}: {what}", file=sys.stderr)
         results.append(measure(case))
     figures = summary(results)
-    print(f"1f1b, {_MICROBATCHES} micro-batches; random is the median of {_DRAWS} that fit")
+    print(f"1f1b, {MICROBATCHES} micro-batches; random is the median of {_DRAWS} that fit")
     print("\n".join(f"{name} = {value:.4g}" for name, value in figures.items()))
     if options.json:
-        data = {"microbatches": _MICROBATCHES, "draws": _DRAWS, "summary": figures}
+        data = {"microbatches": MICROBATCHES, "draws": _DRAWS, "summary": figures}
         data["results"] = [asdict(result) for result in results]
         options.json.write_text(json.dumps(data, indent=1) + "\n")
     return 0
+
+
+def _against_pipedream() -> int:
+    ratios = []
+    for what, rule_s, found_s in against_pipedream():
+        ratios.append(found_s / rule_s)
+        print(f"{what:40} {rule_s:9.4f} s {found_s:9.4f} s {ratios[-1]:6.3f}x", flush=True)
+    mean = geometric_mean(ratios)
+    print(f"{len(ratios)} cases: worst {max(ratios):.3f}x, geometric mean {mean:.3f}x of PipeDream's step")
+    return int(any(ratio > 1 + 1e-9 for ratio in ratios))
 
 
 def summary(results: Sequence[Result]) -> dict[str, float]:
@@ -108,8 +136,8 @@ def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[Case]:
 
 def measure(case: Case, draws: int = _DRAWS) -> Result:
     """Plan the case by each method, with a stage on every device; random has `draws` placements."""
-    how = Pipelining("1f1b", _MICROBATCHES)
-    profile = Profile.read(_PROFILES / f"{case.model}.txt")
+    how = Pipelining("1f1b", MICROBATCHES)
+    profile = Profile.read(PROFILES / f"{case.model}.txt")
     cluster = _cluster(case, profile, how)
     greedy = partition(profile, cluster, case.devices, how)
     return Result(
@@ -123,7 +151,7 @@ def measure(case: Case, draws: int = _DRAWS) -> Result:
 
 def _cluster(case: Case, profile: Profile, how: Pipelining) -> Cluster:
     speeds, short = _LIMITS[case.limits]
-    cluster = equal_cluster(case.devices, Link(_LATENCY_S, case.bits_per_s / 8), speeds=speeds)
+    cluster = equal_cluster(case.devices, Link(LATENCY_S, case.bits_per_s / 8), speeds=speeds)
     if not short:
         return cluster
     memory_bytes = least_memory_bytes(profile, cluster, case.devices, how)

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.report.figures import (
-    CaseFigures,
-    by_group,
-    computes_alone,
-    failed_cases,
-    pays,
-)
+from bench.evaluation.suite import LOOPBACK
+from bench.report.figures import CaseFigures, by_group, computes_alone, failed_cases, pays
 from bench.report.learning import best_of, learning
 from bench.report.speedups import (
     BEST_NATIVE,
@@ -25,10 +20,10 @@ from bench.report.speedups import (
     less_or_more,
     means,
 )
-from bench.report.usage import disturbed
 
 OURS = "hvpipe-step"
 _OPT_IN = "hvpipe-local"
+_OTHER_CORES = 0.5
 _WHERE = {
     True: ", where a cluster is faster than one host",
     False: ", where one host alone is faster",
@@ -94,29 +89,35 @@ def comparisons(outcome: EvaluationOutcome, rows: Sequence[CaseFigures]) -> dict
 
 def cautions(outcome: EvaluationOutcome) -> list[str]:
     """Return what a reader must know before the figures."""
-    beside = disturbed(outcome)
-    other = [f"Other work took half a core or more beside: {'; '.join(beside)}."] if beside else []
-    return [*outcome.setting.notes, *other, *_not_run_yet(outcome)]
-
-
-def left_out(outcome: EvaluationOutcome) -> str:
-    """Name the cases that failed, whose comparisons are left out; "" without any."""
-    failed = sorted(failed_cases(outcome))
-    return f"Failed, so that their comparisons are left out: {', '.join(failed)}." if failed else ""
-
-
-def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
-    """Say how many of the planned rounds have figures; nothing if all do."""
+    found = list(outcome.setting.notes)
+    if beside := disturbed(outcome):
+        found.append(f"Other work took half a core or more beside: {'; '.join(beside)}.")
     groups = outcome.setting.plan.get("groups", [])
-    planned = sum(
-        1 if name in of.get("once", ()) else of["rounds"] for of in groups for name in of["systems"]
-    )
-    measured = sum(each.ok for each in outcome.rounds)
-    if measured >= planned:
-        return []
-    return [
-        f"{measured} of {planned} planned rounds have figures. Others failed, were skipped or are to run."
-    ]
+    planned = sum(1 if name in of["once"] else of["rounds"] for of in groups for name in of["systems"])
+    if (measured := sum(each.ok for each in outcome.rounds)) < planned:
+        found.append(
+            f"{measured} of {planned} planned rounds have figures. Others failed, were skipped or are to run."
+        )
+    if failed := sorted(failed_cases(outcome)):
+        found.append(f"Failed, so that their comparisons are left out: {', '.join(failed)}.")
+    return found
+
+
+def disturbed(outcome: EvaluationOutcome) -> list[str]:
+    """Return the rounds beside which other work took half a core of this machine or more, on the average.
+
+    Known where all ranks were on this machine: their own CPU time is left out.
+    """
+    groups = outcome.setting.plan.get("groups", [])
+    here = {each["cluster"] for each in groups if each["spec"] is not None or each["cluster"] == LOOPBACK}
+    found = []
+    for each in outcome.rounds:
+        if not each.ok or each.case.cluster not in here or "host" not in each.ranks[0].utilization:
+            continue
+        busy = each.ranks[0].utilization["host"] * outcome.setting.machine.cores
+        if busy - sum(rank.cpu_share for rank in each.ranks) >= _OTHER_CORES:
+            found.append(f"{each.case.key}, round {each.number + 1}")
+    return found
 
 
 def _bounds(rows: Sequence[CaseFigures]) -> str:
@@ -186,19 +187,21 @@ def _interval(mean: Means) -> str:
 
 def _scaling(rows: list[CaseFigures]) -> list[Headline]:
     """Return the efficiency of every system on the largest measured number of ranks."""
-    groups = [members for members in by_group(rows).values() if _measures_scaling(members)]
+    groups = []
+    for members in by_group(rows).values():
+        sharing = [row for row in members if not computes_alone(row.case.system)]
+        if sharing and sharing[0].efficiency is not None and not sharing[0].case.task.epochs:
+            groups.append(sorted(sharing, key=lambda row: row.step_s))
     if not groups:
         return []
-    largest = max(groups, key=lambda members: (members[0].case.ranks, len(members)))
-    sharing = [row for row in largest if not computes_alone(row.case.system)]
-    ranked = sorted(sharing, key=lambda row: row.step_s)
+    best, *_ = ranked = max(groups, key=lambda members: (members[0].case.ranks, len(members)))
     efficiencies = ", ".join(f"{row.case.system} {row.efficiency:.0%}" for row in ranked)
+    detail = f"throughput over that of all ranks computing alone, {best.case.group}: {efficiencies}"
     return [
         Headline(
-            f"scaling efficiency, {ranked[0].case.ranks} ranks",
-            f"{ranked[0].efficiency:.0%} ({ranked[0].case.system})",
-            f"throughput over that of all ranks computing alone, {ranked[0].case.group}: {efficiencies}"
-            f"{_one_round(ranked[0].rounds)}",
+            f"scaling efficiency, {best.case.ranks} ranks",
+            f"{best.efficiency:.0%} ({best.case.system})",
+            detail + ("; one round" if best.rounds == 1 else ""),
         )
     ]
 
@@ -216,15 +219,6 @@ def _learning(outcome: EvaluationOutcome) -> list[Headline]:
             figure = f"{theirs.seconds / ours.seconds:.2f}x"
             found.append(Headline(f"time to {target:.1%} accuracy against {title}", figure, detail))
     return found
-
-
-def _measures_scaling(members: list[CaseFigures]) -> bool:
-    others = [row for row in members if not computes_alone(row.case.system)]
-    return bool(others) and others[0].efficiency is not None and not others[0].case.task.epochs
-
-
-def _one_round(rounds: int) -> str:
-    return "; one round" if rounds == 1 else ""
 
 
 def _cases(count: int) -> str:

@@ -22,7 +22,6 @@ SHARE = 0.98  # of the median last accuracy of exact training, to be reached
 class Learned:
     """What a system learned in its rounds. `to_target_s` is None for rounds that miss the target."""
 
-    group: str
     system: str
     last: tuple[float, ...]  # the accuracy after the last epoch, of each round
     to_target_s: tuple[float | None, ...]
@@ -64,12 +63,7 @@ def learning(outcome: EvaluationOutcome) -> dict[str, tuple[float, list[Learned]
             continue
         target = SHARE * statistics.median(exact)
         learned = [
-            Learned(
-                group,
-                name,
-                tuple(_last(each) for each in rounds),
-                tuple(seconds_to(each, target) for each in rounds),
-            )
+            Learned(name, tuple(map(_last, rounds)), tuple(seconds_to(each, target) for each in rounds))
             for name, rounds in systems.items()
         ]
         found[group] = (target, sorted(learned, key=lambda each: each.seconds))

@@ -46,9 +46,7 @@ def forecasts(members: Sequence[CaseFigures]) -> list[ModeForecast]:
 
 
 def advised(found: Sequence[ModeForecast]) -> str:
-    """Say in a sentence which mode to use, and what others may gain; "" of nothing."""
-    if not found:
-        return ""
+    """Say in a sentence which mode to use, and what others may gain."""
     best_s = {each.system: each.at_best_s for each in found}
     gains = [each for each in found if not is_exact(each.system) and best_s[OURS] > _WORTH * each.at_best_s]
     said = f'Use overlap="step": at best {best_s["hvpipe-none"] / best_s[OURS]:.2f}x as fast as no overlap.'
@@ -60,36 +58,25 @@ def advised(found: Sequence[ModeForecast]) -> str:
     )
 
 
-def describe(rows: Sequence[CaseFigures]) -> str:
+def of_groups(rows: Sequence[CaseFigures]) -> dict[str, list[ModeForecast]]:
+    """Return the forecasts of each group of steps whose computing and links are known."""
+    groups = {name: members for name, members in by_group(rows).items() if not members[0].case.task.epochs}
+    return {name: found for name, members in groups.items() if (found := forecasts(members))}
+
+
+def describe(groups: Mapping[str, Sequence[ModeForecast]]) -> str:
     """Return a table and a sentence for each group."""
+    header = ["mode", "at best", "measured", "over at best"]
     made = []
-    for name, members in _of_steps(rows).items():
-        found = forecasts(members)
-        if not found:
-            continue
-        lines = [[each.system, format_time(each.at_best_s), *_measured(each)] for each in found]
-        made.append(
-            f"{name}\n{table(['mode', 'at best', 'measured', 'over at best'], lines)}\n{advised(found)}"
-        )
+    for name, found in groups.items():
+        lines = [
+            [
+                each.system,
+                format_time(each.at_best_s),
+                "" if each.measured_s is None else format_time(each.measured_s),
+                "" if each.measured_s is None else f"{each.measured_s / each.at_best_s:.2f}x",
+            ]
+            for each in found
+        ]
+        made.append(f"{name}\n{table(header, lines)}\n{advised(found)}")
     return "\n\n".join(made)
-
-
-def advice(rows: Sequence[CaseFigures]) -> list[str]:
-    """Return a sentence for each group whose computing and links are known."""
-    groups = {name: forecasts(members) for name, members in _of_steps(rows).items()}
-    return [f"{name}: {advised(found)}" for name, found in groups.items() if found]
-
-
-def as_json(rows: Sequence[CaseFigures]) -> dict[str, list[Mapping[str, object]]]:
-    """Return the forecasts of each group as plain data."""
-    return {name: [vars(each) for each in forecasts(members)] for name, members in _of_steps(rows).items()}
-
-
-def _of_steps(rows: Sequence[CaseFigures]) -> dict[str, list[CaseFigures]]:
-    return {name: members for name, members in by_group(rows).items() if not members[0].case.task.epochs}
-
-
-def _measured(each: ModeForecast) -> tuple[str, str]:
-    if each.measured_s is None:
-        return "", ""
-    return format_time(each.measured_s), f"{each.measured_s / each.at_best_s:.2f}x"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.errors import BenchError
@@ -21,10 +19,10 @@ from bench.report.figures import (
     not_measured,
 )
 from bench.report.headlines import cautions, headlines
+from bench.report.page import render
 from bench.systems import SYSTEMS
 
 BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -->"
-_WIDTH = 120  # of a Markdown line
 
 
 def rewrite(path: Path, outcome: EvaluationOutcome) -> str:
@@ -52,51 +50,19 @@ def comparison(outcome: EvaluationOutcome) -> str:
     systems = list(dict.fromkeys(each.case.system for each in outcome.rounds if not each.case.task.epochs))
     systems.sort(key=lambda system: system != ALONE)
     without = {key: why.partition(",")[0] for key, why in not_measured(outcome).items()}
-    lines = [
-        _wrapped(f"- {head.title}: **{head.figure}** ({head.detail})", indent="  ")
-        for head in headlines(outcome, rows)
-    ]
-    machine, date = outcome.setting.machine.describe(), outcome.setting.started[:10]
-    lines += [
-        "",
-        _wrapped(
-            "Speedups are geometric means over the cases, reductions of time are arithmetic means: "
-            "26.5 % less time is 1.36x. The first timed step of a round counts for no system."
-        ),
-        "",
-        _wrapped(
-            f"Median step{_means(systems)}, {machine}, {date}. In bold: the fastest system that trains "
-            f"exactly{_others(systems)}. `{ALONE}` is computing without sharing."
-        ),
-        "",
-        *(_wrapped(each) for each in cautions(outcome)),
-        "",
-    ]
-    lines.append(f"| what is trained | {' | '.join(f'`{system}`' for system in systems)} |")
-    lines.append("|---" * (1 + len(systems)) + "|")
-    lines += [
-        f"| {_what(members[0])} | {' | '.join(_cells(members, systems, without))} |" for members in groups
-    ]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-
-
-def _means(systems: Sequence[str]) -> str:
-    """Return which systems' steps are means, in parentheses."""
-    uneven = [f"`{system}`" for system in systems if system in SYSTEMS and SYSTEMS[system].uneven]
-    return f" (mean where steps are uneven: {', '.join(uneven)})" if uneven else ""
-
-
-def _others(systems: Sequence[str]) -> str:
-    """Name the systems that train by other algorithms, in brackets."""
-    names = [f"`{each}`" for each in systems if not is_exact(each) and not computes_alone(each)]
-    return f" ({', '.join(names)}: other algorithms)" if names else ""
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    """Break a paragraph into lines of at most 120 characters."""
-    return textwrap.fill(
-        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    uneven = [f"`{name}`" for name in systems if name in SYSTEMS and SYSTEMS[name].uneven]
+    others = [f"`{name}`" for name in systems if not is_exact(name) and not computes_alone(name)]
+    shown = {
+        "headlines": headlines(outcome, rows),
+        "means": f" (mean where steps are uneven: {', '.join(uneven)})" if uneven else "",
+        "measured_on": f"{outcome.setting.machine.describe()}, {outcome.setting.started[:10]}",
+        "others": f" ({', '.join(others)}: other algorithms)" if others else "",
+        "alone": ALONE,
+        "cautions": cautions(outcome),
+        "systems": systems,
+        "rows": [(_what(members[0]), _cells(members, systems, without)) for members in groups],
+    }
+    return render("readme.md.j2", shown).strip("\n")
 
 
 def _what(row: CaseFigures) -> str:

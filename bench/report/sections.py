@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -22,23 +21,9 @@ _NAMES = (
     *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale", "tf-mwms-tuned"),
     *("hvpipe-local", "hvpipe-int8"),
 )
-_EQUAL_HOSTS = re.compile(r"\d+x([\d.]*\w+)")
-_SAMPLED = ("tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod-tuned", "hvpipe-step")
-_QUANTITIES = {
-    "cpu": ("cores kept busy", 1.0),
-    "host": ("CPU of the whole machine, %", 100.0),
-    "resident_bytes": ("memory, MB", 1e-6),
-    "gpu_share": ("GPU kept busy, %", 100.0),
-    "gpu_memory_share": ("GPU memory kept busy, %", 100.0),
-    "gpu_power_w": ("GPU power, W", 1.0),
-}
+_GPU = {"gpu_share": ("GPU kept busy, %", 100.0), "gpu_memory_share": ("GPU memory kept busy, %", 100.0)}
+Figure = tuple[str, str]  # the caption, and the plot as SVG
 _Series = dict[str, tuple[list[float], list[float]]]
-
-
-@dataclass(frozen=True)
-class Figure:
-    caption: str
-    svg: str
 
 
 @dataclass(frozen=True)
@@ -87,7 +72,7 @@ def curve(rows: list[CaseFigures]) -> list[Figure]:
         labels = ("communication : computing", "throughput, one host = 1")
         title = f"{ranks} ranks"
         drawn = lines(title, {**theory, **series}, colours, labels, float(ranks), points=tuple(series))
-        plots.append(Figure(title, drawn))
+        plots.append((title, drawn))
     return plots
 
 
@@ -118,7 +103,7 @@ def steps(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Part]:
         )
         task = first.case.task.describe([row.rounds for row in members])
         description = f"{outcome.setting.cluster(first.case.cluster).description}; {task}"
-        figure = Figure("Median step of the slowest rank", drawing)
+        figure = ("Median step of the slowest rank", drawing)
         made.append(Part(name, figure, step_table(members), description))
     return made
 
@@ -133,13 +118,16 @@ def step_table(members: Sequence[CaseFigures]) -> Table:
         "samples/s": lambda row: f"{row.samples_per_s:.3g}",
         "efficiency": lambda row: "" if row.efficiency is None else f"{row.efficiency:.0%}",
         "over bound": lambda row: "" if row.over_bound is None else f"{row.over_bound:.2f}",
-        "CPU, cores by rank": lambda row: " / ".join(f"{cores:.2f}" for cores in row.usage.cores),
+        "CPU, cores by rank": lambda row: " / ".join(f"{cores:.2f}" for cores in row.cores),
         "CPU a step": lambda row: format_time(row.cpu_s),
         "memory": lambda row: f"{row.peak_bytes / 1e6:.0f} MB",
         "sent a step": lambda row: f"{row.sent_bytes / 1e6:.1f} MB" if row.sent_bytes else "",
         "first step": lambda row: format_time(row.first_step_s),
     }
     cells = {title: [show(row) for row in members] for title, show in columns.items()}
+    for name in dict.fromkeys(name for row in members for name in row.gpu):
+        title, scale = _gpu_quantity(name)
+        cells[title] = [_of_ranks(row.gpu.get(name, ()), scale) for row in members]
     kept = {title: column for title, column in cells.items() if any(column)}
     best = fastest(members)
     return Table(
@@ -147,9 +135,9 @@ def step_table(members: Sequence[CaseFigures]) -> Table:
     )
 
 
-def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures], titles: Collection[str] = ()) -> Table:
-    """Return what hvpipe saves in each case: a row for each group, a column for each baseline in `titles`."""
-    against = {k: found for k, found in comparisons(outcome, rows).items() if not titles or k in titles}
+def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> Table:
+    """Return what hvpipe saves in each case: a row for each group, a column for each baseline."""
+    against = comparisons(outcome, rows)
     found = {(title, each.group): each for title, compared in against.items() for each in compared}
     groups = [group for group in by_group(rows) if any((title, group) in found for title in against)]
     lines = [
@@ -167,72 +155,14 @@ def _saved(compared: Comparison | None, named: bool) -> str:
     return f"{text} ({compared.baseline})" if named else text
 
 
-def scaling(rows: list[CaseFigures]) -> list[Figure]:
-    """Plot efficiency over the number of ranks, with constant samples a rank."""
-    families: dict[str, list[CaseFigures]] = {}
-    for row in rows:
-        match = _EQUAL_HOSTS.fullmatch(row.case.cluster)
-        task = row.case.task
-        if match and row.efficiency and not (task.shares or task.epochs or computes_alone(row.case.system)):
-            what = f"{task.workload}, {task.pixels}, links {match[1]}"
-            families.setdefault(f"weak scaling: {what}, {task.batch} samples a rank", []).append(row)
-    plots = []
-    for title, members in families.items():
-        if len({row.case.ranks for row in members}) < 2:
-            continue
-        series: _Series = {}
-        for row in sorted(members, key=lambda row: row.case.ranks):
-            x, y = series.setdefault(row.case.system, ([1.0], [100.0]))
-            x.append(float(row.case.ranks))
-            y.append(100 * (row.efficiency or 0.0))
-        plots.append(_plot(title, series, ("ranks", "% of computing alone"), 100.0))
-    return plots
-
-
-def utilization(outcome: EvaluationOutcome) -> list[Figure]:
-    """Plot what rank 0 sampled in the first good round, for each group and quantity, of a few systems."""
-    plots = []
-    for group, rounds in _first_good(outcome).items():
-        sampled = {each.case.system: each.ranks[0].utilization for each in rounds}
-        sampled = {name: found for name, found in sampled.items() if name in _SAMPLED} or sampled
-        for quantity in dict.fromkeys(key for rank in sampled.values() for one in rank for key in one):
-            words, scale = _quantity(quantity)
-            series: _Series = {}
-            for system, found in sampled.items():
-                points = [(one["at_s"], one[quantity] * scale) for one in found if quantity in one]
-                if len(points) > 1:
-                    series[system] = ([at for at, _ in points], [value for _, value in points])
-            if quantity != "at_s" and series:
-                plots.append(_plot(f"{words}, {group}", series, ("seconds", words), 0.0))
-    return plots
-
-
-def gpus(rows: Sequence[CaseFigures]) -> list[tuple[str, Table]]:
-    """Return the means of what each rank's GPU did, a table for each group that sampled one."""
-    made = []
-    for name, members in by_group(rows).items():
-        sampled = [row for row in members if row.usage.gpu]
-        quantities = list(dict.fromkeys(quantity for row in sampled for quantity in row.usage.gpu))
-        if quantities:
-            lines = [
-                [
-                    row.case.system,
-                    *(_of_ranks(row.usage.gpu.get(each, ()), _quantity(each)[1]) for each in quantities),
-                ]
-                for row in sampled
-            ]
-            made.append((name, Table(["system", *(_quantity(each)[0] for each in quantities)], lines)))
-    return made
-
-
 def _of_ranks(values: Sequence[float | None], scale: float) -> str:
     return " / ".join("?" if value is None else f"{value * scale:.3g}" for value in values)
 
 
-def _quantity(name: str) -> tuple[str, float]:
+def _gpu_quantity(name: str) -> tuple[str, float]:
     """Return the name of a sampled quantity, and the factor to the unit in that name."""
-    if name in _QUANTITIES:
-        return _QUANTITIES[name]
+    if name in _GPU:
+        return _GPU[name]
     if name.endswith(("_bytes", "_bytes_per_s")):
         unit = "MB/s" if name.endswith("_per_s") else "MB"
         return f"{name.partition('_bytes')[0].replace('_', ' ')}, {unit}", 1e-6
@@ -253,9 +183,10 @@ def time_to_accuracy(outcome: EvaluationOutcome) -> list[Part]:
             for each in learned
             if each.system != ALONE
         ]
-        drawn = _plot(f"accuracy, {group}", series, ("seconds of training", "accuracy"), 1.0)
+        colours = {name: system_colour(name) for name in series}
+        drawn = lines(f"accuracy, {group}", series, colours, ("seconds of training", "accuracy"), 1.0)
         header = ["system", f"time to {target:.1%}", "last accuracy", "seeds"]
-        made.append(Part(group, Figure("accuracy over time, first seed", drawn.svg), Table(header, rows)))
+        made.append(Part(group, ("accuracy over time, first seed", drawn), Table(header, rows)))
     return made
 
 
@@ -298,15 +229,6 @@ def _first_good(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
         if good is not None:
             groups.setdefault(good.case.group, []).append(good)
     return groups
-
-
-def _plot(
-    title: str,
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    labels: tuple[str, str],
-    top: float,
-) -> Figure:
-    return Figure(title, lines(title, series, {name: system_colour(name) for name in series}, labels, top))
 
 
 def _rate(bits_per_s: float | None) -> str:

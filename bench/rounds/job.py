@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -28,20 +29,13 @@ class RankJob:
     size: int
     options: Mapping[str, str]
     directory: Path
-    local_rank_and_size: tuple[int, int] = (
-        0,
-        1,
-    )  # this rank's number on its host, and the number of ranks there
+    local_rank_and_size: tuple[int, int] = (0, 1)  # its number on its host, and the number of ranks there
     watch: StepWatch = field(init=False)
     by_rank: dict[int, RankRound] = field(default_factory=dict)
     gradient_bytes: int = 0
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.task.shares and len(self.task.shares) != self.size:
-            raise ValueError(
-                f"Shares must be one for each of {self.size} ranks. Received: shares={self.task.shares}"
-            )
         self.watch = StepWatch(self.task.warm_up if self.task.epochs else None, self.local_rank_and_size[0])
 
     @property
@@ -57,15 +51,19 @@ class RankJob:
     def meet(self, what: str) -> None:
         """Wait for all ranks without MPI or TensorFlow, which differ between systems. It costs no CPU."""
         (self.directory / f"{what}-{self.rank}").touch()
-        deadline_s = time.monotonic() + _MEET_S
-        missing = set(range(self.size))
-        while missing:
-            # Over NFS, a file that was looked up too early may stay missing for 30 s. Listing the folder
-            # asks the server whether it changed.
-            there = set(os.listdir(self.directory))
-            missing = {rank for rank in missing if f"{what}-{rank}" not in there}
-            if missing and time.monotonic() > deadline_s:
-                raise TimeoutError(
-                    f"All ranks should reach {what!r} within {_MEET_S:g} s. Received: not ranks {missing}"
-                )
-            time.sleep(0.01)
+        wait_for(self.directory, {f"{what}-{rank}" for rank in range(self.size)}, _MEET_S)
+
+
+def wait_for(directory: Path, names: set[str], within_s: float = math.inf) -> None:
+    """Wait until files are there. TimeoutError names those that are missing.
+
+    Over NFS, a file that was looked up too early may stay missing for 30 s. Listing the folder asks the
+    server whether it changed.
+    """
+    deadline_s = time.monotonic() + within_s
+    while missing := names - set(os.listdir(directory)):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(
+                f"All processes should come so far within {within_s:g} s. Received: no {', '.join(missing)}"
+            )
+        time.sleep(0.01)

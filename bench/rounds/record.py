@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 FORMAT = 1
@@ -86,7 +87,7 @@ class RankRound:
     first_step_s: float = 0.0  # tracing and first step
     batch: int = 0  # samples of its step
     gradient_bytes: int = 0  # float32, of Embeddings the batch's rows; for the bound of the links
-    utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...
+    utilization: dict[str, float] = field(default_factory=dict)  # means while timed: "host", "gpu_share", ...
     loss: list[float] = field(default_factory=list)  # a value for each epoch
     accuracy: list[float] = field(default_factory=list)
 
@@ -108,6 +109,16 @@ class Round:
     versions: str = ""  # TensorFlow, Keras, the system's own, MPI
     notes: tuple[str, ...] = ()  # how the system is driven, and what could not be measured
 
+    def counted(self, rank: int) -> list[float]:
+        """Return the timed steps of a rank that count: all but the first one, for every system alike.
+
+        Timed steps are a run of their own, which begins with nothing left over. A system that collects
+        gradients in the next step has nothing to collect in the first, so that one is too short. Epochs are
+        timed from within a run, so all their steps are complete. Of two steps or fewer all count.
+        """
+        step_s = self.ranks[rank].step_s
+        return list(step_s if self.case.task.epochs or len(step_s) <= 2 else step_s[1:])
+
     @property
     def ok(self) -> bool:
         """Whether it has figures."""
@@ -116,34 +127,22 @@ class Round:
     @property
     def not_up(self) -> bool:
         """Whether only the hosts were missing. They may be up the next time."""
-        return means_not_up(self.skipped)
+        return self.skipped.startswith(NOT_UP)
 
     @property
     def why(self) -> str:
         """Why there are no figures, in one line: the last exception in the output, else its last words."""
         return self.skipped or last_words(self.error)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON. Samples of utilization become columns, a quarter of the text."""
-        data = asdict(self)
-        for rank in data["ranks"]:
-            rank["utilization"] = _columns(rank["utilization"])
-        return data
-
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Round:
-        """Read what to_dict returned, perhaps through JSON."""
+        """Read what asdict returned, perhaps through JSON."""
         case = {k: v for k, v in data["case"].items() if k != "scaling"}  # older results have it
         task = dict(case.pop("task"))
         task["shares"] = tuple(task["shares"])
         ranks = tuple(rank_round(rank) for rank in data["ranks"])
         rest = {k: v for k, v in data.items() if k not in ("case", "ranks", "notes")}
         return Round(Case(task=Task(**task), **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
-
-
-def means_not_up(reason: str) -> bool:
-    """Return whether a reason says that only the hosts were missing. They may be up the next time."""
-    return reason.startswith(NOT_UP)
 
 
 def last_words(output: str) -> str:
@@ -155,26 +154,14 @@ def last_words(output: str) -> str:
 
 def rank_round(data: dict[str, Any]) -> RankRound:
     """Read what asdict returned. ValueError if a step is not finite: NaN would pass as no change."""
-    samples = data["utilization"]
-    if isinstance(samples, dict):  # as to_dict writes them
-        samples = _rows(samples)
-    rank = RankRound(**{**data, "utilization": samples})
+    used = dict(data["utilization"])
+    for name, samples in used.items():
+        if isinstance(samples, list):  # older results have samples, None where there is none
+            used[name] = fmean(each for each in samples if each is not None)
+    rank = RankRound(**{**data, "utilization": used})
     times_s = (*rank.step_s, rank.wall_s)
     if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):
         raise ValueError(
             f"A rank's steps should be finite seconds. Received: step_s={rank.step_s}, {rank.wall_s}"
         )
     return rank
-
-
-def _columns(samples: list[dict[str, float]]) -> dict[str, list[float | None]]:
-    names = dict.fromkeys(name for sample in samples for name in sample)
-    return {name: [sample.get(name) for sample in samples] for name in names}
-
-
-def _rows(columns: dict[str, list[float | None]]) -> list[dict[str, float]]:
-    samples = zip(*columns.values(), strict=True)
-    return [
-        {name: value for name, value in zip(columns, row, strict=True) if value is not None}
-        for row in samples
-    ]

@@ -19,7 +19,6 @@ from bench.launch import mpirun
 from bench.launch.processes import run_together
 from bench.rounds.record import Case, Round, rank_round
 from bench.systems import SYSTEMS, System
-from bench.training.workloads import check
 from hvpipe.commands.mpirun import identify
 from hvpipe.errors import HvpipeError
 
@@ -39,25 +38,19 @@ def run_round(
     them: a system that is not installed (`skipped`), or a crash or a hang (`error`, with the end of the
     output). `systems` has the case's system by name.
     """
-    began_s = time.monotonic()
-    round_ = Round(case, number)
-    system = systems.get(case.system)
-    if system is None:
-        wanted = ", ".join(systems)
-        return replace(round_, error=f"The system must be one of {wanted}. Received: {case.system!r}")
-    round_ = replace(round_, notes=system.notes)
+    began_s, system = time.monotonic(), systems[case.system]
+    round_ = Round(case, number, notes=system.notes)
     if why := _unfit(case, system, cluster) or system.missing(python):
         return replace(round_, skipped=f"{system.title}: {why}")
-    try:
-        check(case.task)
-        with tempfile.TemporaryDirectory(
-            prefix="hvpipe-round-",
-            dir=cluster.shared_folder,
-            ignore_cleanup_errors=True,  # NFS keeps files that another host has open
-        ) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="hvpipe-round-",
+        dir=cluster.shared_folder,
+        ignore_cleanup_errors=True,  # NFS keeps files that another host has open
+    ) as name:
+        try:
             round_ = _run(round_, system, cluster, Path(name), timeout_s, python)
-    except (HvpipeError, ValueError) as error:
-        round_ = replace(round_, error=str(error))
+        except (HvpipeError, ValueError) as error:
+            round_ = replace(round_, error=str(error))
     return replace(round_, taken_s=time.monotonic() - began_s)
 
 
@@ -74,7 +67,11 @@ def _run(
         "local_ranks_and_sizes": placement.local_ranks_and_sizes,
         "adapter": system.adapter,
         "options": dict(system.options),
-        "environment": {**_environment(case), **system.environment},
+        "environment": {
+            "OMP_NUM_THREADS": str(task.threads),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            **system.environment,
+        },
     }
     (directory / "job.json").write_text(json.dumps(job))
     commands = placement.commands(system, [python, "-m"], directory)
@@ -103,8 +100,3 @@ def _unfit(case: Case, system: System, cluster: Hosts) -> str:
     if "beside_tcp" in system.options and (case.task.epochs or len(cluster.spec.hosts) < 2):
         return "wants steps, not epochs, and several hosts"
     return ""
-
-
-def _environment(case: Case) -> dict[str, str]:
-    """Return the variables that every system gets: threads, and quiet logs."""
-    return {"OMP_NUM_THREADS": str(case.task.threads), "TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from bench.rounds import meter
 from bench.rounds.record import RankRound
 
 _SAMPLE_S = 0.2
-_MOST_SAMPLES = 24  # kept of a rank
 
 
 class StepWatch:
@@ -107,20 +107,15 @@ class StepWatch:
             accuracy=self.accuracy,
         )
 
-    def _utilization(self) -> list[dict[str, float]]:
-        """Return the samples of the timed part; of a long one every second, third, ... sample."""
-        kept = []
+    def _utilization(self) -> dict[str, float]:
+        """Return the means of what was sampled of the host and its GPU."""
+        values: dict[str, list[float]] = {}
         for sample in self._sampler.samples():
             row = sample.to_row()
-            del row["time_s"]
-            values = {
-                "at_s": sample.time_s - self._began_s,
-                "cpu": row.pop("process_cores"),
-                "host": row.pop("system_share"),
-                **row,
-            }
-            kept.append({name: round(float(value), 3) for name, value in values.items() if value is not None})
-        return kept[:: max(1, -(-len(kept) // _MOST_SAMPLES))]
+            for name, value in {**row, "host": row["system_share"]}.items():
+                if value is not None and name.startswith(("host", "gpu_")):
+                    values.setdefault(name, []).append(float(value))
+        return {name: round(fmean(found), 3) for name, found in values.items()}
 
 
 def fit_callback(

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.systems.system import System
-from bench.systems.tuned import read_tuned
+from bench.systems.system import System, read_tuned
 
 __all__ = ["SYSTEMS", "System"]
 
@@ -22,56 +21,32 @@ _OPEN_MPI = {
     "OMPI_MCA_btl_tcp_eager_limit": str(256 << 10),
     "OMPI_MCA_btl_tcp_max_send_size": str(256 << 10),
 }
+_HVPIPE = System(
+    "hvpipe", "hvpipe", "hvpipe_modes", "mpirun", needs=("tensorflow", "keras", "hvpipe", "mpi4py")
+)
+_HOROVOD = System("horovod", "Horovod", "horovod_tape", "mpirun", needs=("tensorflow", "keras", "horovod"))
+_MIRRORED = System(
+    "tf-mwms",
+    "TensorFlow MultiWorkerMirrored",
+    "mirrored",
+    "processes",
+    options={"bytes_per_pack": "0"},
+)
+_SINGLE = System("single", "computing alone", "single", "processes")
 
 
 def _hvpipe(name: str, title: str, options: Mapping[str, str], **more: Any) -> System:
-    system = System(
-        name=f"hvpipe-{name}",
-        title=f"hvpipe, {title}",
-        adapter="hvpipe_modes",
-        start="mpirun",
-        needs=("tensorflow", "keras", "hvpipe", "mpi4py"),
-        options=options,
-    )
-    return replace(system, **more)
+    return replace(_HVPIPE, name=f"hvpipe-{name}", title=f"hvpipe, {title}", options=options, **more)
 
 
-def _horovod(name: str, title: str, environment: dict[str, str]) -> System:
-    return System(
-        name=name,
-        title=title,
-        adapter="horovod_tape",
-        start="mpirun",
-        needs=("tensorflow", "keras", "horovod"),
-        environment=environment,
-    )
-
-
-def _mirrored(name: str, title: str) -> System:
-    return System(
-        name=name,
-        title=title,
-        adapter="mirrored",
-        start="processes",
-        options={"bytes_per_pack": "0"},
-    )
-
-
-def _tuned(system: System) -> System:
+def _tuned(system: System, **more: Any) -> System:
     """Return the system with its stored values, and a note that names them."""
-    tuned = read_tuned()[system.name]
-    values = ", ".join(f"{name}={value}" for name, value in tuned.values.items())
-    return replace(system.tuned(tuned.values), notes=(f"{values}: {tuned.source}",))
+    name = f"{system.name}-tuned"
+    values, source = read_tuned()[name]
+    note = f"{', '.join(f'{key}={value}' for key, value in values.items())}: {source}"
+    return replace(system, name=name, title=f"{system.title}, tuned", notes=(note,), **more).tuned(values)
 
 
-_SINGLE = System(
-    name="single",
-    title="computing alone",
-    adapter="single",
-    start="processes",
-)
-_HOROVOD = _horovod("horovod", "Horovod", {})
-_BY_OVERLAP = {each: _hvpipe(each, each, {"overlap": each}) for each in ("none", "backward", "step")}
 _ALL = (
     _SINGLE,
     replace(
@@ -82,32 +57,22 @@ _ALL = (
         exact=False,
     ),
     System(
-        name="tf-ps",
-        title="TensorFlow parameter servers",
-        adapter="parameter_server",
-        start="servers",
+        "tf-ps",
+        "TensorFlow parameter servers",
+        "parameter_server",
+        "servers",
         uneven=True,
         exact=False,
     ),
-    _mirrored("tf-mwms", "TensorFlow MultiWorkerMirrored"),
-    _tuned(_mirrored("tf-mwms-tuned", "TensorFlow MultiWorkerMirrored, tuned")),
+    _MIRRORED,
+    _tuned(_MIRRORED),
     _HOROVOD,
-    _tuned(_horovod("horovod-tuned", "Horovod, tuned", _OPEN_MPI)),
-    replace(
-        _HOROVOD,
-        name="horovod-gloo",
-        title="Horovod, under horovodrun --gloo",
-        start="horovodrun",
-    ),
-    *_BY_OVERLAP.values(),
+    _tuned(_HOROVOD, environment=_OPEN_MPI),
+    replace(_HOROVOD, name="horovod-gloo", title="Horovod, under horovodrun --gloo", start="horovodrun"),
+    *(_hvpipe(mode, mode, {"overlap": mode}) for mode in ("none", "backward", "step")),
     *(
-        _hvpipe(
-            f"mpi-{overlap}",
-            f"{overlap}, by MPI",
-            {"overlap": overlap},
-            environment={"HVPIPE_BACKEND": "mpi"},
-        )
-        for overlap in ("none", "step")
+        _hvpipe(f"mpi-{m}", f"{m}, by MPI", {"overlap": m}, environment={"HVPIPE_BACKEND": "mpi"})
+        for m in ("none", "step")
     ),
     _hvpipe("stale", "stale", {"overlap": "stale"}, exact=False),
     *(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.rounds.job import RankJob
-from bench.systems.keras_fit import fit
+from bench.systems.loop import fit
 from bench.training.prepare import prepare_tensorflow
 from bench.training.workloads import compiled_model
 

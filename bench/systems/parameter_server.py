@@ -1,21 +1,30 @@
-"""TensorFlow's ParameterServerStrategy: workers pull variables from servers and push gradients to them."""
+"""TensorFlow's ParameterServerStrategy: workers pull variables from servers and push gradients to them.
+
+``python -m bench.systems.parameter_server DIRECTORY JOB INDEX`` is a worker or a parameter server. It serves
+until it is ended. When the coordinator asks, at the begin and at the end of the timed part, it writes what it
+has used to DIRECTORY/JOB-INDEX.begin and .end.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from bench.rounds import meter
-from bench.rounds.job import RankJob
+from bench.rounds.job import RankJob, wait_for
 from bench.rounds.record import RankRound
 from bench.systems.loop import replica_step
-from bench.systems.server_process import ask_for_readings, wait_for_reading
-from bench.training.prepare import prepare_tensorflow
+from bench.training.prepare import own_gpu, prepare_tensorflow
 from bench.training.workloads import batches_of, evaluator, make_model, make_optimizer, runs_of
+from hvpipe.atomic_file import atomic_file
+
+_ANSWER_S = 30.0  # the longest wait for a reading
 
 
 def train(job: RankJob) -> None:
@@ -92,7 +101,7 @@ def _with_servers(job: RankJob, rank: int) -> RankRound:
         cpu_share=(worker.cpu_s + part * server.cpu_s) / job.watch.timed_s,
         peak_bytes=round(worker.peak_bytes + part * server.peak_bytes),
         sent_bytes=worker.sent_bytes // len(job.watch.step_s),
-        utilization=[],  # that of the coordinator says nothing
+        utilization={},  # that of the coordinator says nothing
     )
 
 
@@ -100,3 +109,46 @@ def _used(job: RankJob, what: str, index: int) -> meter.Reading:
     """Return what a process used in the timed part. Its peak memory is of its whole life."""
     first, last = (wait_for_reading(job.directory, what, index, moment) for moment in ("begin", "end"))
     return replace(last, cpu_s=last.cpu_s - first.cpu_s, sent_bytes=last.sent_bytes - first.sent_bytes)
+
+
+def ask_for_readings(directory: Path, moment: str) -> None:
+    """Ask all servers of a round for what they have used so far."""
+    (directory / f"readings-{moment}").touch()
+
+
+def wait_for_reading(directory: Path, job: str, index: int, moment: str) -> meter.Reading:
+    """Return what a server had used when it was asked."""
+    name = f"{job}-{index}.{moment}"
+    wait_for(directory, {name}, _ANSWER_S)
+    return meter.Reading(**json.loads((directory / name).read_text()))
+
+
+def serve(directory: Path, job: str, index: int) -> None:
+    """Start the server that TF_CONFIG describes, and write what it uses."""
+    what = json.loads((directory / "job.json").read_text())
+    os.environ.update(what["environment"])
+    if job == "ps":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # variables stay in memory; GPUs are for the workers
+    import tensorflow as tf
+
+    config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=what["task"]["threads"])
+    # TensorFlow's tutorial on parameter servers: with fewer cores than this, workers wait for ever.
+    if (os.cpu_count() or 1) < what["size"] + 1:
+        config.inter_op_parallelism_threads = what["size"] + 1
+    gpu = own_gpu(*what["local_ranks_and_sizes"][index]) if job == "worker" else None
+    if gpu is not None:
+        config.gpu_options.visible_device_list = str(gpu)
+        config.gpu_options.allow_growth = True
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    server = tf.distribute.Server(
+        resolver.cluster_spec(), job_name=job, task_index=index, protocol="grpc", config=config
+    )
+    for moment in ("begin", "end"):
+        wait_for(directory, {f"readings-{moment}"})
+        with atomic_file(directory / f"{job}-{index}.{moment}") as file:
+            file.write(json.dumps(asdict(meter.read())).encode())
+    server.join()  # until it is ended
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from bench.rounds.job import RankJob
-from bench.systems.keras_fit import fit
-from bench.systems.ring_stream import RingStream
+from bench.systems.loop import fit
+from bench.systems.ring_stream import RingStream, ring_stream
 from bench.training.prepare import claim_gpu, gradient_bytes, prepare_tensorflow
 from bench.training.workloads import compiled_model, train_whole_steps
 
@@ -25,8 +25,7 @@ def train(job: RankJob) -> None:
     job.watch.at_window = lambda: job.meet("window")
     job.meet("built")
     if "beside_tcp" in job.options:
-        with RingStream(job, job.gradient_bytes) as stream:
-            job.watch.helper = stream.pid
+        with ring_stream(job, job.gradient_bytes) as stream:
             fit(keras, model, job, [_moves_bytes(keras, stream)])
         return
     fit(keras, model, job)

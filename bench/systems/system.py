@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
+TUNED = Path(__file__).with_name("tuned.json")  # values and their source by system, from `hvpipe bench tune`
 Start = Literal["mpirun", "horovodrun", "processes", "servers"]
 
 
@@ -59,3 +62,15 @@ def _has(python: str, package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     return subprocess.run([python, "-c", probe], check=False, timeout=60, capture_output=True).returncode == 0
+
+
+def read_tuned(file: Path = TUNED) -> dict[str, tuple[dict[str, str], str]]:
+    """Return the values of each tuned system, as texts by name, and where they come from."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return {system: (tuned["values"], tuned["source"]) for system, tuned in found.items()}
+
+
+def keep_tuned(system: str, values: Mapping[str, str], source: str, file: Path = TUNED) -> None:
+    """Store the values that a system uses from now on."""
+    every = {**json.loads(file.read_text(encoding="utf-8")), system: {"values": values, "source": source}}
+    file.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -166,22 +166,16 @@ def runs_of(job: RankJob) -> list[tuple[int, int, bool]]:
     """
     if job.task.epochs == 0:
         return [(1, job.task.warm_up, False), (1, job.task.steps, True)]
-    steps = _steps_of_epoch(job)
-    if job.task.epochs * steps <= job.task.warm_up:
-        raise BenchError(
-            f"Epochs must have more steps than the {job.task.warm_up} of the warm-up. "
-            f"Received: epochs={job.task.epochs} of {steps} steps, of {sum(job.batches)} samples"
-        )
-    return [(job.task.epochs, steps, False)]
+    return [(job.task.epochs, _steps_of_epoch(job), False)]
 
 
-def trained_examples(workload: str) -> int:
-    """Return the examples of an epoch of a workload that can train epochs."""
-    return _dataset(workload).trained
+def dataset_of(workload: str) -> Dataset:
+    """Return the data of a workload that can train epochs."""
+    return DATASETS[str(WORKLOADS[workload].data)]
 
 
 def _steps_of_epoch(job: RankJob) -> int:
-    return trained_examples(job.task.workload) // sum(job.batches)
+    return dataset_of(job.task.workload).trained // sum(job.batches)
 
 
 def batches_of(job: RankJob, rank: int | None = None) -> Any:
@@ -212,7 +206,7 @@ def evaluator(keras: Any, model: Any, job: RankJob) -> Callable[[], tuple[float,
         return None
     import tensorflow as tf
 
-    _, _, x, y = _split(job.task)
+    _, _, x, y = dataset_of(job.task.workload).split(job.task.seed)
     held_out = tf.constant(x), tf.constant(y)
 
     @tf.function(jit_compile=False)
@@ -247,19 +241,11 @@ def synthetic(task: Task, batch: int, rank: int) -> tuple[Any, Any]:
     return x, random.integers(0, _CLASSES, batch).astype(np.int32)
 
 
-def _split(task: Task) -> tuple[Any, Any, Any, Any]:
-    return _dataset(task.workload).split(task.seed)
-
-
-def _dataset(workload: str) -> Dataset:
-    return DATASETS[str(WORKLOADS[workload].data)]
-
-
 def _epochs_of_rank(job: RankJob, rank: int) -> tuple[Any, Any]:
     """Return a rank's examples of all epochs in order: shuffled anew, each step's shared out by rank."""
     import numpy as np
 
-    x, y, _, _ = _split(job.task)
+    x, y, _, _ = dataset_of(job.task.workload).split(job.task.seed)
     epochs, steps = job.task.epochs, _steps_of_epoch(job)
     together = sum(job.batches)
     first = sum(job.batches[:rank])

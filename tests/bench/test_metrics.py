@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
-import threading
 
 import pytest
 
@@ -13,7 +11,6 @@ from bench import metrics
 from bench.all_reduce import __main__ as all_reduce
 from bench.all_reduce.report import AllReduceReport, Row
 from bench.errors import BenchError
-from bench.hosts.two_way_stream import measure, serve
 
 MB = 1 << 20
 
@@ -25,7 +22,6 @@ def test_ring_factor(ranks: int, factor: float) -> None:
 
 def test_bandwidths_as_nccl_tests_define_them() -> None:
     # 4,000,000 bytes in 2 ms are 2 GB/s. On 4 ranks each link carries 1.5 times the buffer.
-    assert metrics.algorithm_bandwidth(4_000_000, 0.002) == pytest.approx(2e9)
     assert metrics.bus_bandwidth(4_000_000, 0.002, 4) == pytest.approx(3e9)
 
 
@@ -154,18 +150,3 @@ def test_all_reduce_refuses_bad_options(
 ) -> None:
     assert all_reduce.main(words) == 1
     assert match in capsys.readouterr().err
-
-
-def test_the_built_in_stream_measures_loopback() -> None:
-    with socket.create_server(("", 0)) as probe:
-        port = probe.getsockname()[1]
-    server = threading.Thread(target=serve, args=(port, 0.2))
-    server.start()
-    for _ in range(100):
-        try:
-            rates = measure("localhost", port, 0.2)
-            break
-        except ConnectionRefusedError:
-            server.join(0.05)
-    server.join()
-    assert min(rates) > 1e6

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -16,18 +17,18 @@ from bench import tune
 from bench.hosts.real_hosts import RealHosts
 from bench.rounds.record import Case, Round
 from bench.systems import SYSTEMS, System
-from bench.systems.tuned import Tuned, keep_tuned, read_tuned
+from bench.systems.system import keep_tuned, read_tuned
 from bench_rounds import finished
 
 
 def test_systems_run_with_the_stored_settings() -> None:
     kept = read_tuned()
     assert set(kept) == set(tune.VALUES)
-    for name, tuned in kept.items():
+    for name, (values, source) in kept.items():
         settings = {**SYSTEMS[name].options, **SYSTEMS[name].environment}
-        assert tuned.values.items() <= settings.items()
-        assert set(tuned.values) == set(tune.VALUES[name])
-        assert tuned.source in SYSTEMS[name].notes[-1]
+        assert values.items() <= settings.items()
+        assert set(values) == set(tune.VALUES[name])
+        assert source in SYSTEMS[name].notes[-1]
 
 
 def test_settings_become_options_or_environment_as_the_system_defines() -> None:
@@ -51,7 +52,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr("bench.rounds.round.run_round", run_round)
     monkeypatch.setattr(System, "missing", lambda self, python: "")
     monkeypatch.setattr(bench_command, "warn_if_busy", lambda: None)
-    monkeypatch.setattr(bench_command, "keep_tuned", lambda system, tuned: keep_tuned(system, tuned, file))
+    monkeypatch.setattr(tune, "keep_tuned", partial(keep_tuned, file=file))
     return bench_command
 
 
@@ -69,15 +70,15 @@ def test_the_command_stores_the_fastest_with_its_source(
     assert command.main([*WORDS, "--keep"]) == 0
     assert "fastest: bytes_per_pack=262144" in capsys.readouterr().err
     assert read_tuned(file) == {
-        "other": Tuned({"a": "1"}, "a book"),
-        "tf-mwms-tuned": Tuned(
+        "other": ({"a": "1"}, "a book"),
+        "tf-mwms-tuned": (
             {"bytes_per_pack": str(256 << 10)},
             "the fastest of 5 by `hvpipe bench tune`: text, plain loopback, links without limit, batch 8 a "
             "rank, 1 thread an operation, 1 round of 3 + 8 steps, seed 20",
         ),
     }
     assert command.main([*WORDS[:-1], "0"]) == 2
-    assert "--rounds should be at least 1. Received: --rounds 0" in capsys.readouterr().err
+    assert "rounds should be a whole number of at least 1. Received: rounds=0" in capsys.readouterr().err
 
 
 def test_nothing_is_kept_if_a_round_fails(

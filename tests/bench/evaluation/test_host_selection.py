@@ -12,12 +12,11 @@ from bench.cluster import network
 from bench.cluster.spec import equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
-from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
+from bench.evaluation.host_selection import HostSelection, chosen_hosts, virtual_clusters
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.hosts import ThisHost
 from bench.hosts.real_hosts import RealHosts
-from bench.launch import mpirun
 from bench.rounds.record import Task
 
 SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"), rounds=2),))
@@ -28,13 +27,13 @@ def test_without_root_plain_loopback_is_used_and_noted(monkeypatch: pytest.Monke
         raise BenchError("root is wanted")
 
     monkeypatch.setattr(network, "require_privileges", refuse)
-    found = select_hosts(None)
+    found = virtual_clusters()
     assert isinstance(found.hosts, ThisHost)
     assert "plain loopback" in found.note
     assert "root is wanted" in found.note
     assert found.facts(SUITE.groups[0]).slowest_bits_per_s is None
     with pytest.raises(BenchError, match="root is wanted"):
-        one_cluster("2x1gbit")  # a request for a cluster never falls back to loopback
+        chosen_hosts("2x1gbit", None)  # a request for a cluster never falls back to loopback
 
 
 def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
@@ -44,7 +43,7 @@ def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
         raise BenchError("`ip netns add` failed: Operation not permitted.")
 
     monkeypatch.setattr(VirtualCluster, "up", refuse)
-    found = select_hosts(None)
+    found = virtual_clusters()
     assert isinstance(found.hosts, ThisHost)
     assert "not permitted" in found.note
 
@@ -68,7 +67,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
         said = answers[host[0]]
         return subprocess.CompletedProcess(command, int(not said), said, "-----\nssh: no route to host\n")
 
-    monkeypatch.setattr("bench.launch.mpirun.run", answer)
+    monkeypatch.setattr("bench.launch.processes.run", answer)
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
     monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
 
@@ -86,15 +85,15 @@ def test_a_host_that_does_not_answer_or_share_the_folder_is_named(monkeypatch: p
         ("a:x", "Received: --hosts 'a:x'"),
     ):
         with pytest.raises(BenchError, match=says):
-            select_hosts(hosts)
+            chosen_hosts(None, hosts)
 
 
 def test_hosts_are_described_and_have_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(
         monkeypatch, a=hardware(12, "A CPU"), b=hardware(12, "A CPU"), c="a banner\n" + hardware(8, "Another")
     )
-    found = select_hosts("a:2,b:2,c")
-    assert found.note == "on hosts a:2, b:2, c:1; links and CPUs as they are"
+    found = chosen_hosts(None, "a:2,b:2,c")
+    assert found is not None
     assert found.facts(SUITE.groups[0]).description == "hosts a:2, b:2, c:1; a, b: A CPU; c: Another"
     hosts = found.hosts
     assert hosts is not None
@@ -112,12 +111,8 @@ def test_hosts_are_described_and_have_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_links_of_real_hosts_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     # Real hosts: this one, reached without ssh.
-    monkeypatch.setattr(RealHosts, "host_command", lambda self, host, command: command)
-    monkeypatch.setattr(
-        RealHosts, "execute", lambda self, host, command, timeout_s: mpirun.run(command, timeout_s=timeout_s)
-    )
-    monkeypatch.setattr(links, "_PORT", 20201)
-    hosts = RealHosts("a:2,localhost")
+    monkeypatch.setattr(RealHosts, "plain_command", lambda self, host, command: command)
+    hosts = RealHosts("127.0.0.1:2,localhost")
     (found,) = links.measure(hosts, "hosts", seconds=0.2)
     assert found.second == "localhost"
     assert found.two_way_bits_per_s is not None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +17,7 @@ from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.evaluation import run as evaluation
 from bench.evaluation.host_selection import HostSelection, this_host
-from bench.evaluation.journal import Journal, alone_in
-from bench.evaluation.outcome import FILE, EvaluationOutcome
-from bench.evaluation.progress import EvaluationProgress
+from bench.evaluation.outcome import FILE, EvaluationOutcome, Journal, alone_in
 from bench.evaluation.run import Evaluation, setting_of
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
@@ -48,9 +49,8 @@ class Systems:
 def run(
     folder: Path, systems: Systems, suite: Suite = SUITE, **missing: str
 ) -> tuple[EvaluationOutcome, str]:
-    out = io.StringIO()
-    evaluated = Evaluation(suite, HERE, systems, missing)
-    return evaluated.run(folder, EvaluationProgress(evaluated.rounds(), out)), out.getvalue()
+    with contextlib.redirect_stderr(io.StringIO()) as out:
+        return Evaluation(suite, HERE, systems, missing).run(folder), out.getvalue()
 
 
 ALL = [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
@@ -62,7 +62,7 @@ def test_every_round_is_run_and_kept(tmp_path: Path) -> None:
     assert systems.asked == ALL
     assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
     assert outcome.setting.notes == ("not root",)
-    assert "[0 of 4 rounds] digits-64/8/loopback-2/weak/a, round 1 of 2\n" in said
+    assert "[4 rounds left] digits-64/8/loopback-2/weak/a, round 1 of 2\n" in said
     assert "digits-64/8/loopback-2/weak/a: step 2.5 s" in said
     assert EvaluationOutcome.from_json(outcome.to_json()) == outcome
 
@@ -75,19 +75,6 @@ def test_an_interrupted_run_resumes_without_losing_or_repeating_a_round(stop_at:
     outcome, _ = run(tmp_path, second)
     assert first.asked + second.asked == ALL
     assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
-
-
-def test_at_the_end_no_round_is_left(tmp_path: Path) -> None:
-    part = Group(Task("digits", 8), "loopback", 2, ("c",))
-    suite = replace(SUITE, groups=(*SUITE.groups, part))
-    for systems, said in (
-        (Systems(fails=("b",)), "3 of 3 rounds, 0 min left"),
-        (Systems(), "0 of 0 rounds"),
-    ):
-        evaluated = Evaluation(suite, HERE, systems, {"c": "absent"})
-        progress = EvaluationProgress(evaluated.rounds(), io.StringIO())
-        evaluated.run(tmp_path, progress)
-        assert progress.describe() == said
 
 
 def test_a_cluster_is_not_brought_up_for_cases_that_failed_before(
@@ -110,17 +97,6 @@ def test_a_crash_is_recorded_with_its_output_and_not_tried_again(tmp_path: Path)
     again = Systems()
     run(tmp_path, again)
     assert again.asked == []
-
-
-def test_a_hang_is_recorded_with_what_it_printed(tmp_path: Path) -> None:
-    def hang(case: Case, number: int, hosts: object, timeout_s: float) -> Round:
-        raise subprocess.TimeoutExpired(["mpirun"], timeout_s, "", "waiting for rank 1")
-
-    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path, EvaluationProgress(4, io.StringIO()))
-    assert [each.case.system for each in outcome.rounds] == ["a", "b"]
-    for each in outcome.rounds:
-        assert each.error.startswith("no end within ")
-        assert each.error.endswith("waiting for rank 1")
 
 
 def test_a_missing_system_is_skipped_by_name_and_run_once_installed(tmp_path: Path) -> None:
@@ -174,7 +150,7 @@ def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
     run(tmp_path, Systems(fails=("b",)))
     systems = Systems()
     evaluated = Evaluation(SUITE, HERE, systems, {})
-    outcome = evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()), retry_failed=True)
+    outcome = evaluated.run(tmp_path, retry_failed=True)
     assert systems.asked == [("b", 0), ("b", 1)]
     assert [(each.case.system, each.number) for each in outcome.rounds if each.ok] == [
         *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
@@ -188,7 +164,7 @@ def test_failed_links_run_again_on_request(tmp_path: Path) -> None:
     journal = Journal(tmp_path, setting_of(SUITE, HERE))
     measured = links.LinkFacts("b", "h0", "h1", 1e9)
     journal.add_links([links.LinkFacts("a", "h0", "h1", None, why="no time"), measured])
-    journal.forget_failed()
+    journal.forget(failed=True)
     assert [each.cluster for each in journal.outcome.links] == ["b"]
     assert Journal(tmp_path, setting_of(SUITE, HERE)).outcome == journal.outcome
 
@@ -215,12 +191,10 @@ def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: st
     def of(software: dict[str, str]) -> Evaluation:
         return Evaluation(SUITE, HERE, Systems(), {"a": "absent", "b": "absent"}, software)
 
-    of(SOFTWARE).run(tmp_path, EvaluationProgress(4, io.StringIO()))
-    of({**SOFTWARE, "horovod": "0.28.1"}).run(
-        tmp_path, EvaluationProgress(4, io.StringIO())
-    )  # installed since then
+    of(SOFTWARE).run(tmp_path)
+    of({**SOFTWARE, "horovod": "0.28.1"}).run(tmp_path)  # installed since then
     with pytest.raises(BenchError, match=f"software, .*Received: {received}"):
-        of({**SOFTWARE, **now}).run(tmp_path, EvaluationProgress(4, io.StringIO()))
+        of({**SOFTWARE, **now}).run(tmp_path)
 
 
 def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,10 +217,10 @@ def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
             SUITE, HostSelection(RealHosts(hosts), "hosts"), Systems(), {"a": "absent", "b": "absent"}
         )
 
-    on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
-    on("a:1,b:1").run(tmp_path, EvaluationProgress(4, io.StringIO()))
+    on("a:1,b:1").run(tmp_path)
+    on("a:1,b:1").run(tmp_path)
     with pytest.raises(BenchError, match=r"Received: on hosts a:1, b:1 \(now hosts c:2\)"):
-        on("c:2").run(tmp_path, EvaluationProgress(4, io.StringIO()))
+        on("c:2").run(tmp_path)
 
 
 def test_a_folder_in_use_by_another_evaluation_is_refused(tmp_path: Path) -> None:
@@ -305,7 +279,7 @@ def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
     groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
     for _ in range(2):
         evaluated = Evaluation(Suite("mine", "Mine", groups), HostSelection(), Systems(), {})
-        outcome = evaluated.run(tmp_path, EvaluationProgress(4, io.StringIO()))
+        outcome = evaluated.run(tmp_path)
     assert tried == ["h1"]
     (link,) = outcome.links
     assert (link.second, link.set_bits_per_s, link.two_way_bits_per_s) == ("h1", 1e9, None)
@@ -313,14 +287,16 @@ def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
     assert EvaluationOutcome.read(tmp_path) == outcome
 
 
-def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("bench.evaluation.progress.time.monotonic", lambda: now[0])
-    progress = EvaluationProgress(4, io.StringIO())
-    progress.leave_out(1)
-    now[0] += 100.0
-    progress.done()
-    assert progress.describe() == "1 of 3 rounds, 3 min left"
+def test_the_rounds_and_the_time_left_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds take 100 s. Those of `c`, which is missing, and of `b` after it has failed are not left."""
+    now_s = itertools.count(0.0, 100.0)
+    monkeypatch.setattr(evaluation.time, "monotonic", lambda: next(now_s))
+    suite = replace(SUITE, groups=(replace(SUITE.groups[0], systems=("a", "b", "c"), rounds=3),))
+    _, said = run(tmp_path, Systems(fails=("b",)), suite, c="absent")
+    told = re.findall(r"^\[(.*)\] \S*/(\w),", said, re.MULTILINE)
+    assert [system for _, system in told] == ["a", "b", "a", "a"]
+    assert [left.partition(",")[0] for left, _ in told] == [f"{n} rounds left" for n in (6, 5, 2, 1)]
+    assert [left.partition(", ")[2] for left, _ in told] == ["", "8 min", "3 min", "2 min"]
 
 
 @pytest.mark.parametrize(

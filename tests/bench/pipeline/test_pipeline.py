@@ -102,7 +102,7 @@ def test_the_options_reach_the_ranks_and_an_interrupt_ends_all_cases(
         given.append(cluster)
         return ThisHost()
 
-    def run_on_ranks(worker: str, arguments: Any, hosts: ThisHost, options: Any) -> None:
+    def run_on_ranks(worker: str, arguments: Any, *_: Any, **__: Any) -> None:
         given.append(arguments)
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Figures of an evaluation: by hand, properties that hold for any rounds, the CSV."""
+"""Figures of an evaluation: by hand, and properties that hold for any rounds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.hosts.links import LinkFacts
-from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pays
-from bench.report.headlines import headlines
+from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pays, steps_noise
+from bench.report.headlines import disturbed, headlines
 from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means
-from bench.report.usage import disturbed
 from bench.rounds.record import RankRound, Round, Task
-from bench.rounds.timed_steps import counted, steps_noise
 from bench.systems import SYSTEMS
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
@@ -48,9 +46,10 @@ def test_the_first_step_of_a_round_is_left_out_for_every_system(system: str) -> 
 
 
 def test_all_steps_count_for_epochs_and_if_there_are_few() -> None:
-    assert counted(TASK, [0.1, 1.0, 2.0]) == [1.0, 2.0]
-    assert counted(TASK, [0.1, 1.0]) == [0.1, 1.0]
-    assert counted(replace(TASK, epochs=2), [0.1, 1.0, 2.0]) == [0.1, 1.0, 2.0]
+    assert finished(case("single"), 0.1, 1.0, 2.0).counted(0) == [1.0, 2.0]
+    assert finished(case("single"), 0.1, 1.0).counted(0) == [0.1, 1.0]
+    epochs = case("single", task=replace(TASK, epochs=2))
+    assert finished(epochs, 0.1, 1.0, 2.0).counted(0) == [0.1, 1.0, 2.0]
 
 
 def test_efficiency_and_the_bound() -> None:
@@ -254,25 +253,23 @@ def test_every_case_with_figures_has_one_row(parts: list[tuple[str, list[float]]
 
 
 def test_cores_and_gpu_use_are_given_for_every_rank() -> None:
-    def used(cores: float, *power_w: float) -> RankRound:
-        samples = [{"at_s": 0.1 * i, "gpu_power_w": watt} for i, watt in enumerate(power_w)]
-        return replace(rank([1.0]), cpu_share=cores, utilization=samples)
+    def used(cores: float, **utilization: float) -> RankRound:
+        return replace(rank([1.0]), cpu_share=cores, utilization=utilization)
 
     of = case("horovod")
     rounds = (
-        Round(of, 0, (used(0.9, 100.0, 200.0), used(0.5))),
-        Round(of, 1, (used(1.0, 300.0), used(0.5))),
+        Round(of, 0, (used(0.9, gpu_power_w=100.0, gpu_energy_j=5.0), used(0.5))),
+        Round(of, 1, (used(1.0, gpu_power_w=300.0), used(0.5))),
     )
     (found,) = all_figures(outcome(*rounds))
-    assert found.usage.cores == (pytest.approx(0.95), pytest.approx(0.5))
-    assert found.usage.gpu == {"gpu_power_w": (pytest.approx(200.0), None)}
+    assert found.cores == (pytest.approx(0.95), pytest.approx(0.5))
+    assert found.gpu == {"gpu_power_w": (pytest.approx(200.0), None)}
 
 
 @pytest.mark.parametrize(("cores", "named"), [(0.9, False), (0.8, False), (0.7, True)])
 def test_rounds_beside_other_work_are_named(cores: float, named: bool) -> None:
     """Both cores of the machine are busy in all samples, each of the two ranks with `cores` of them."""
-    samples = [{"at_s": 0.2 * number, "host": 1.0} for number in range(3)]
-    found = outcome(finished(case("hvpipe-step"), 1.0, utilization=samples, cpu_share=cores))
+    found = outcome(finished(case("hvpipe-step"), 1.0, utilization={"host": 1.0}, cpu_share=cores))
     plan = {"groups": [{"cluster": "2x1gbit", "spec": {"hosts": []}}]}
     found = replace(found, setting=replace(found.setting, plan=plan))
     assert bool(disturbed(found)) is named

@@ -10,7 +10,7 @@ import pytest
 from bench.rounds import meter
 from bench.rounds.job import RankJob
 from bench.rounds.record import Task
-from bench.systems.ring_stream import RingStream
+from bench.systems.ring_stream import ring_stream
 
 
 def _job(folder: Path, rank: int, size: int) -> RankJob:
@@ -20,11 +20,12 @@ def _job(folder: Path, rank: int, size: int) -> RankJob:
 @pytest.mark.parametrize("size", [2, 3])
 def test_each_step_waits_for_its_bytes(size: int, tmp_path: Path) -> None:
     def steps(rank: int) -> int:
-        with RingStream(_job(tmp_path, rank, size), 3_000_000) as stream:
+        job = _job(tmp_path, rank, size)
+        with ring_stream(job, 3_000_000) as stream:
             for _ in range(3):
                 stream.begin()
                 stream.wait()
-            mine, with_stream = meter.read(), meter.read(stream.pid)
+            mine, with_stream = meter.read(), meter.read(job.watch.helper)
             assert with_stream.cpu_s > mine.cpu_s
             return stream.bytes_each_way
 
@@ -35,9 +36,9 @@ def test_each_step_waits_for_its_bytes(size: int, tmp_path: Path) -> None:
 
 def test_a_stream_that_ends_early_is_an_error(tmp_path: Path) -> None:
     def lost(rank: int) -> None:
-        with RingStream(_job(tmp_path, rank, 2), 0) as stream:
-            assert stream._process is not None
-            stream._process.kill()
+        with ring_stream(_job(tmp_path, rank, 2), 0) as stream:
+            assert stream.stream is not None
+            stream.stream.process.kill()
             with pytest.raises(RuntimeError, match="Received: status -9"):
                 stream.wait()
 

@@ -17,7 +17,7 @@ from bench.hosts.process_placement import Placement
 from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.rounds.watch import StepWatch
-from bench.systems import horovod_tape, loop, mirrored, server_process
+from bench.systems import horovod_tape, loop, mirrored, parameter_server
 from bench.training.prepare import claim_gpu
 from hvpipe.errors import HvpipeError
 
@@ -88,10 +88,10 @@ def test_a_worker_gets_one_gpu_and_a_parameter_server_none(
     what = {"environment": {}, "task": {"threads": 1}, "size": 2, "local_ranks_and_sizes": [(0, 2), (1, 2)]}
     (tmp_path / "job.json").write_text(json.dumps(what))
     for moment in ("begin", "end"):
-        server_process.ask_for_readings(tmp_path, moment)
-    server_process.serve(tmp_path, job, 1)
+        parameter_server.ask_for_readings(tmp_path, moment)
+    parameter_server.serve(tmp_path, job, 1)
     for moment in ("begin", "end"):
-        assert server_process.wait_for_reading(tmp_path, job, 1, moment).cpu_s > 0
+        assert parameter_server.wait_for_reading(tmp_path, job, 1, moment).cpu_s > 0
     options = vars(tensorflow.server_config.gpu_options)
     assert tensorflow.shown == shown
     assert options == ({"visible_device_list": gpu, "allow_growth": True} if gpu else {})
