@@ -35,7 +35,7 @@ _ROW = re.compile(r"^\s*(\d+)\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", re.MULTIL
 
 def parse(output: str) -> dict[int, float]:
     """Return the seconds of the slowest rank by size in bytes, from what IMB-MPI1 prints."""
-    return {int(size): float(us) * 1e-6 for size, us in _ROW.findall(output)}
+    return {int(size): float(most_us) * 1e-6 for size, most_us in _ROW.findall(output)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measured(hosts: Hosts, options: argparse.Namespace) -> str:
+    if not (options.environment / "bin" / "IMB-MPI1").exists():
+        raise BenchError(
+            "--environment must be a virtual environment with impi-rt, mpi4py, numpy and psutil. "
+            f"Received: {options.environment}, which has no bin/IMB-MPI1"
+        )
     sizes_bytes = sizes(parse_size(options.min), parse_size(options.max))
     ranks = options.ranks or hosts.spec.slots
     found: dict[str, list[dict[int, float]]] = {name: [] for name in _CONTENDERS}
