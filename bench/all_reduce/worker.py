@@ -107,9 +107,10 @@ def contenders() -> dict[str, InPlaceSum]:
 
 def to_another_buffer(buffer: Buffer, results: dict[int, Buffer] = {}) -> Buffer:  # noqa: B006
     """Sum as the Intel MPI Benchmarks do: the result goes to another buffer, always the same for a size."""
-    result = results.setdefault(buffer.size, aligned(buffer.size, 0))
-    MPI.COMM_WORLD.Allreduce(buffer, result)
-    return result
+    if buffer.size not in results:
+        results[buffer.size] = aligned(buffer.size, 0)
+    MPI.COMM_WORLD.Allreduce(buffer, results[buffer.size])
+    return results[buffer.size]
 
 
 def aligned(elements: int, value: float) -> Buffer:
