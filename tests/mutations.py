@@ -348,15 +348,9 @@ DEVICE = (
     ),
     on_device(
         "a bucket is packed again before its sum was read",
-        "if (block_->was_read) device_.device->Wait(stream, block_->read.get());",
+        "if (bucket.unpacked_before) device.device->Wait(stream, buffer.read());",
         "",
         ORDER,
-    ),
-    on_device(
-        "a bucket is packed over sums that are lent",
-        "std::find_if_not(blocks_.begin(), blocks_.end(), IsLent)",
-        "blocks_.begin()",
-        f"{DATA_PARALLEL}/test_exact.py",
     ),
     on_device("NCCL's memory is not cleared", "device.Clear(memory.get(), bytes);", "", ORDER),
     on_device(
@@ -467,9 +461,7 @@ DEVICE = (
         "return false; });\n  operations",
         ORDER,
     ),
-    on_device(
-        "buffers are not registered", "if (!nccl_memory_ || block_->registered) return;", "return;", BUCKETS
-    ),
+    on_device("buffers are not registered", "if (!nccl_memory_ || registered_) return;", "return;", BUCKETS),
     on_device(
         "float16 is not scaled before the sum",
         "the range of float16\n      device.device->ScaleAndCast({{in, out, count}}, dtype, dtype, scale,",
@@ -479,14 +471,14 @@ DEVICE = (
     on_device(
         "a rank sends another's share between hosts",
         "CopyToHost(reduce.host, share.data,",
-        "CopyToHost(reduce.host, reduce.target(),",
+        "CopyToHost(reduce.host, reduce.out,",
         *(BUCKETS, ORDER),
         ranks=4,
     ),
     on_device(
         "a share from another host goes to the place of another rank",
-        "CopyFromHost(share.data, reduce.host,",
-        "CopyFromHost(reduce.target(), reduce.host,",
+        "device->device->CopyFromHost(share.data, reduce.host, bytes, stream);",
+        "device->device->CopyFromHost(reduce.out, reduce.host, bytes, stream);",
         *(BUCKETS, ORDER),
         ranks=4,
     ),

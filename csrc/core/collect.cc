@@ -134,10 +134,6 @@ DeviceBuffer& GradientBuckets::DeviceBufferOf(const Bucket& bucket) {
       ErrorKind::kUsage);
 }
 
-Device::Event GradientBuckets::ArrivalOf(const DeviceBuffer& buffer) const {
-  return route_.topology().size == 1 ? buffer.filled() : buffer.moved();
-}
-
 void GradientBuckets::UnpackDevice(int plan, int bucket_number, const std::vector<void*>& tensors,
                                    Device::Stream stream) {
   Bucket& bucket = BucketAt(plan, bucket_number);
@@ -151,22 +147,12 @@ void GradientBuckets::UnpackDevice(int plan, int bucket_number, const std::vecto
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     pieces.push_back({buffer.PlaceOf(layout, i), tensors[i], layout.counts[i]});
   }
-  device.device->Wait(stream, ArrivalOf(buffer));
+  device.device->Wait(stream, route_.topology().size == 1 ? buffer.filled() : buffer.moved());
   device.device->ScaleAndCast(pieces, layout.wire_type, layout.tensor_type, 1.0, stream);
-  buffer.NoteRead(stream);
+  device.device->Record(buffer.read(), stream);
   const std::lock_guard<std::mutex> lock(mutex_);
+  bucket.unpacked_before = true;
   bucket.state = BucketState::kIdle;
-}
-
-std::shared_ptr<void> GradientBuckets::TakeDevice(int plan, int bucket_number, Device::Stream stream) {
-  Bucket& bucket = BucketAt(plan, bucket_number);
-  DeviceBuffer& buffer = DeviceBufferOf(bucket);
-  if (bucket.layout.compressed()) return nullptr;
-  buffer.rank_device().device->Wait(stream, ArrivalOf(buffer));
-  const auto taken = buffer.Lend(stream);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  bucket.state = BucketState::kIdle;
-  return taken;
 }
 
 std::shared_ptr<AlignedBuffer> GradientBuckets::Take(int plan, int bucket_number) {

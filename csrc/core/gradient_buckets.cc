@@ -123,8 +123,8 @@ std::shared_ptr<Operation> GradientBuckets::MakeRemoval(std::shared_ptr<Plan> pl
 }
 
 bool GradientBuckets::Bucket::Read() const {
-  if (!device) return true;
-  return device->Read() && (!gathered_before || device->rank_device().device->Reached(device->moved()));
+  const auto reached = [this](Device::Event event) { return device->rank_device().device->Reached(event); };
+  return (!unpacked_before || reached(device->read())) && (!gathered_before || reached(device->moved()));
 }
 
 // NCCL's memory may not be freed before: unlike cudaFree, ncclMemFree does not wait for the device.

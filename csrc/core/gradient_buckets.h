@@ -84,8 +84,6 @@ class GradientBuckets {
   // Return the fused buffer itself if it holds the tensors unchanged, else null. A holder that still has it
   // when the bucket is submitted again keeps it; the bucket then gets a new buffer.
   std::shared_ptr<AlignedBuffer> Take(int plan, int bucket);
-  // The same for device memory, for work on `stream`: the address of the fused buffer.
-  std::shared_ptr<void> TakeDevice(int plan, int bucket, Device::Stream stream);
   // Drop the sum of a bucket that Collect waited for, because the step that wanted it has failed.
   void Discard(int plan, int bucket);
 
@@ -108,6 +106,7 @@ class GradientBuckets {
     std::shared_ptr<AlignedBuffer> host;
     std::unique_ptr<DeviceBuffer> device;
     std::unique_ptr<TableRows> table;
+    bool unpacked_before = false;  // from device memory, at least once
     bool gathered_before = false;  // a sum was handed out while NCCL gathered it
     // Whether the tensors of the first step were found to be on this device. Those of later steps then are as
     // well.
@@ -158,8 +157,6 @@ class GradientBuckets {
   // Enqueue the reduction of an idle bucket that `pack` fills.
   void SubmitPacked(Bucket& bucket, const std::function<void()>& pack);
   static DeviceBuffer& DeviceBufferOf(const Bucket& bucket);
-  // The event at which its sum is complete.
-  Device::Event ArrivalOf(const DeviceBuffer& buffer) const;
 
   int agreed_steps_ = 0;  // driving thread only
   Progress& progress_;

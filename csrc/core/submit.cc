@@ -81,7 +81,7 @@ void GradientBuckets::SubmitDevice(int plan, int bucket_number, const std::vecto
     }
     // On the stream that made the gradients: the caller may free or overwrite them in stream order after
     // this.
-    buffer.TakeBlock(stream);
+    if (bucket.unpacked_before) device.device->Wait(stream, buffer.read());
     if (bucket.gathered_before)
       device.device->Wait(stream, buffer.moved());  // its sum may have been discarded
     std::vector<Device::Piece> pieces;

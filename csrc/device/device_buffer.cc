@@ -2,7 +2,6 @@
 #include "device/device_buffer.h"
 
 #include <algorithm>
-#include <atomic>
 #include <utility>
 
 #include "core/aligned_buffer.h"
@@ -58,81 +57,25 @@ DeviceBuffer::DeviceBuffer(RankDevice& rank_device, std::size_t count, DType dty
           std::max<std::size_t>(count_ * SizeOf(dtype), kAlignment)),  // an empty buffer needs an address too
       nccl_memory_(rank_device.nccl_memory && bytes_ >= kLeastNcclBytes) {
   Device& device = *rank_device.device;
-  block_ = blocks_.emplace_back(MakeBlock()).get();
+  data_ = nccl_memory_ ? OwnedNcclMemory(rank_device, bytes_) : OwnedDeviceMemory(device, bytes_, [&] {
+    return OutOfGradientMemory(device, bytes_, kPurpose);
+  });
   const std::size_t shares = SharesOf(rank_device);
   if (!rank_device.nccl_connects_all()) host_ = OwnedHostMemory(device, (bytes_ + shares - 1) / shares);
   filled_ = OwnedEvent(device);
   moved_ = OwnedEvent(device);
-}
-
-// A loan that outlives the buffer may outlive the device as well, which its memory and event need to end.
-DeviceBuffer::~DeviceBuffer() {
-  for (const std::shared_ptr<Block>& block : blocks_) {
-    if (!IsLent(block)) continue;
-    block->left = true;
-    new std::shared_ptr<Block>(block);
-  }
-}
-
-std::shared_ptr<DeviceBuffer::Block> DeviceBuffer::MakeBlock() const {
-  Device& device = *device_.device;
-  auto block = std::make_shared<Block>();
-  block->data = nccl_memory_ ? OwnedNcclMemory(device_, bytes_) : OwnedDeviceMemory(device, bytes_, [&] {
-    return OutOfGradientMemory(device, bytes_, kPurpose);
-  });
-  block->read = OwnedEvent(device);
-  return block;
-}
-
-bool DeviceBuffer::IsLent(const std::shared_ptr<Block>& block) {
-  if (block.use_count() > 1) return true;
-  std::atomic_thread_fence(std::memory_order_acquire);  // pairs with the release by the end of the loan
-  return false;
-}
-
-void DeviceBuffer::TakeBlock(Device::Stream stream) {
-  const auto found = std::find_if_not(blocks_.begin(), blocks_.end(), IsLent);
-  block_ = (found != blocks_.end() ? *found : blocks_.emplace_back(MakeBlock())).get();
-  if (block_->was_read) device_.device->Wait(stream, block_->read.get());
-}
-
-void DeviceBuffer::NoteRead(Device::Stream stream) {
-  device_.device->Record(block_->read.get(), stream);
-  block_->was_read = true;
-}
-
-std::shared_ptr<void> DeviceBuffer::Lend(Device::Stream stream) {
-  const auto block = *std::find_if(blocks_.begin(), blocks_.end(),
-                                   [this](const auto& each) { return each.get() == block_; });
-  return {block->data.get(), [block, stream, device = device_.device.get()](void*) {
-            if (block->left) return;
-            try {
-              device->Record(block->read.get(), stream);
-              block->was_read = true;
-            } catch (const Error&) {  // the device is lost
-            }
-          }};
-}
-
-bool DeviceBuffer::Read() const {
-  return std::all_of(blocks_.begin(), blocks_.end(), [this](const auto& block) {
-    return IsLent(block) || !block->was_read || device_.device->Reached(block->read.get());
-  });
+  read_ = OwnedEvent(device);
 }
 
 // Without Deregister, the registration ends with the communicator, which ends before its buffers.
 void DeviceBuffer::Register() {
-  if (!nccl_memory_ || block_->registered) return;
-  block_->registration = device_.ranks->Register(block_->data.get(), bytes_);
-  block_->registered = true;
+  if (!nccl_memory_ || registered_) return;
+  registration_ = device_.ranks->Register(data_.get(), bytes_);
+  registered_ = true;
 }
 
 void DeviceBuffer::Deregister() {
-  for (const auto& block : blocks_) {
-    if (block->registration != nullptr) {
-      device_.ranks->Deregister(std::exchange(block->registration, nullptr));
-    }
-  }
+  if (registration_ != nullptr) device_.ranks->Deregister(std::exchange(registration_, nullptr));
 }
 
 }  // namespace hvpipe

@@ -9,7 +9,7 @@
 namespace hvpipe {
 
 DeviceReduce ReduceOf(DeviceBuffer& buffer, DType dtype, int tag) {
-  return {nullptr,         nullptr,        buffer.host(), buffer.count(), dtype,
+  return {buffer.data(),   buffer.data(),  buffer.host(), buffer.count(), dtype,
           buffer.filled(), buffer.moved(), tag,           &buffer};
 }
 
@@ -61,24 +61,24 @@ void DeviceReducer::AddAllReduce(Operation& operation, const DeviceReduce& reduc
   RankDevice* const device = &device_;
   if (device->nccl_connects_all()) {
     AddNccl(operation, reduce.begun, reduce.ended, [=](Device::Stream stream) {
-      device->ranks->AllReduce(reduce.source(), reduce.target(), reduce.count, reduce.dtype, stream);
+      device->ranks->AllReduce(reduce.in, reduce.out, reduce.count, reduce.dtype, stream);
     });
     return;
   }
   const std::size_t bytes = reduce.count * SizeOf(reduce.dtype);
   // Two streams: the next bucket's copy to the host waits until the bucket is packed.
-  AddCopy(operation, device->stream.get(), reduce.begun, reduce.ended, [=](Device::Stream stream) {
-    device->device->CopyToHost(reduce.host, reduce.source(), bytes, stream);
-  });
+  AddCopy(operation, device->stream.get(), reduce.begun, reduce.ended,
+          [=](Device::Stream stream) { device->device->CopyToHost(reduce.host, reduce.in, bytes, stream); });
   const ReduceBuffers buffers{reduce.host, reduce.host, reduce.count};
   route_.AddStages(operation, std::make_shared<const ReduceBuffers>(buffers), reduce.dtype, 1.0, reduce.tag);
   AddCopy(operation, device->upload_stream.get(), reduce.begun, reduce.ended, [=](Device::Stream stream) {
-    device->device->CopyFromHost(reduce.target(), reduce.host, bytes, stream);
+    device->device->CopyFromHost(reduce.out, reduce.host, bytes, stream);
   });
 }
 
-DeviceReducer::Share DeviceReducer::ShareOf(const DeviceReduce& reduce, const NcclCommunicator& ranks) {
-  return {ranks.ShareOfRank(reduce.target(), reduce.count, reduce.dtype),
+DeviceReducer::Share DeviceReducer::ShareOf(const DeviceReduce& reduce) const {
+  const NcclCommunicator& ranks = *device_.ranks;
+  return {ranks.ShareOfRank(reduce.out, reduce.count, reduce.dtype),
           reduce.count / static_cast<std::size_t>(ranks.size())};
 }
 
@@ -86,30 +86,30 @@ void DeviceReducer::AddScatter(Operation& operation, const DeviceReduce& reduce)
   RankDevice* const device = &device_;
   const auto scatter = [=](Device::Stream stream) {
     reduce.buffer->Register();
-    device->ranks->ReduceScatter(reduce.target(), reduce.count, reduce.dtype, stream);
+    device->ranks->ReduceScatter(reduce.out, reduce.count, reduce.dtype, stream);
   };
   // The gather comes behind it on the same stream.
   if (device->nccl_connects_all()) return AddNcclLaunch(operation, reduce.begun, scatter, [](auto) {});
-  AddNccl(operation, reduce.begun, reduce.ended, scatter, [=](Device::Stream stream) {
-    const Share share = ShareOf(reduce, *device->ranks);
-    device->device->CopyToHost(reduce.host, share.data, share.count * SizeOf(reduce.dtype), stream);
-  });
+  const Share share = ShareOf(reduce);
+  const std::size_t bytes = share.count * SizeOf(reduce.dtype);
+  AddNccl(operation, reduce.begun, reduce.ended, scatter,
+          [=](Device::Stream stream) { device->device->CopyToHost(reduce.host, share.data, bytes, stream); });
   operation.AddStage([=, &route = route_](const Operation&) {
-    const Share share = ShareOf(reduce, *device->ranks);
     return route.MakeRing(*device->rail, reduce.host, share.count, reduce.dtype, reduce.tag);
   });
 }
 
 void DeviceReducer::AddGather(Operation& operation, const DeviceReduce& reduce, Device::Event ended) {
+  const Share share = ShareOf(reduce);
+  const std::size_t bytes = share.count * SizeOf(reduce.dtype);
   RankDevice* const device = &device_;
   AddNcclLaunch(
       operation, reduce.begun,
       [=](Device::Stream stream) {
         if (!device->nccl_connects_all()) {
-          const Share share = ShareOf(reduce, *device->ranks);
-          device->device->CopyFromHost(share.data, reduce.host, share.count * SizeOf(reduce.dtype), stream);
+          device->device->CopyFromHost(share.data, reduce.host, bytes, stream);
         }
-        device->ranks->AllGather(reduce.target(), reduce.count, reduce.dtype, stream);
+        device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);
       },
       [=](Device::Stream stream) {
         device->device->Record(reduce.ended, stream);

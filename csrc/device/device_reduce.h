@@ -13,7 +13,7 @@ namespace hvpipe {
 
 // An all-reduce of device memory. It may begin after event `begun`, and is over at event `ended`.
 struct DeviceReduce {
-  const void* in;  // null for a bucket, whose buffer knows its memory when it is filled
+  const void* in;
   void* out;
   void* host;  // memory for it on the host; unused if NCCL connects all ranks
   std::size_t count;
@@ -21,9 +21,6 @@ struct DeviceReduce {
   Device::Event begun, ended;
   int tag;
   DeviceBuffer* buffer = nullptr;  // of the bucket; null for a blocking call
-
-  const void* source() const { return buffer != nullptr ? buffer->data() : in; }
-  void* target() const { return buffer != nullptr ? buffer->data() : out; }
 };
 
 // The all-reduce of a bucket, in place.
@@ -75,7 +72,7 @@ class DeviceReducer {
     char* data;
     std::size_t count;
   };
-  static Share ShareOf(const DeviceReduce& reduce, const NcclCommunicator& ranks);
+  Share ShareOf(const DeviceReduce& reduce) const;
 
   RankDevice& device_;
   AllReduceRoute& route_;

@@ -283,11 +283,12 @@ REGISTER_OP("HvpipeCollect")
       return absl::Status();
     });
 
-// One tensor inside a fused buffer at an address. The buffer lives as long as any of its tensors.
+// One tensor inside a fused buffer. The buffer lives as long as any of its tensors.
 class TensorInBuffer : public tf::TensorBuffer {
  public:
-  TensorInBuffer(std::shared_ptr<void> buffer, const BucketLayout& layout, std::size_t index)
-      : tf::TensorBuffer(static_cast<char*>(buffer.get()) + layout.offsets[index] * SizeOf(layout.wire_type)),
+  TensorInBuffer(std::shared_ptr<AlignedBuffer> buffer, const BucketLayout& layout, std::size_t index)
+      : tf::TensorBuffer(static_cast<char*>(buffer->data()) +
+                         layout.offsets[index] * SizeOf(layout.wire_type)),
         buffer_(std::move(buffer)),
         bytes_(layout.counts[index] * SizeOf(layout.wire_type)) {}
 
@@ -296,7 +297,7 @@ class TensorInBuffer : public tf::TensorBuffer {
   void FillAllocationDescription(tf::AllocationDescription* /*proto*/) const override {}
 
  private:
-  std::shared_ptr<void> buffer_;
+  std::shared_ptr<AlignedBuffer> buffer_;
   std::size_t bytes_;
 };
 
@@ -353,25 +354,20 @@ class CollectOp : public tf::AsyncOpKernel {
   }
 
   virtual absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
+    const BucketLayout& layout = engine.buckets().layout(plan_, bucket_);
     if (const std::shared_ptr<AlignedBuffer> buffer = engine.buckets().Take(plan_, bucket_)) {
-      HandOut(engine, context, {buffer, buffer->data()});
+      for (std::size_t i = 0; i < shapes_.size(); ++i) {
+        const int output = static_cast<int>(i);
+        tf::core::RefCountPtr<tf::TensorBuffer> part(new TensorInBuffer(buffer, layout, i));
+        context->set_output(output,
+                            tf::Tensor(context->expected_output_dtype(output), shapes_[i], std::move(part)));
+      }
       return absl::Status();
     }
     std::vector<void*> pointers;
     TF_RETURN_IF_ERROR(Allocate(context, pointers));
     engine.buckets().Unpack(plan_, bucket_, pointers);
     return absl::Status();
-  }
-
-  // The outputs are tensors inside the fused buffer.
-  void HandOut(Engine& engine, tf::OpKernelContext* context, const std::shared_ptr<void>& buffer) const {
-    const BucketLayout& layout = engine.buckets().layout(plan_, bucket_);
-    for (std::size_t i = 0; i < shapes_.size(); ++i) {
-      const int output = static_cast<int>(i);
-      tf::core::RefCountPtr<tf::TensorBuffer> part(new TensorInBuffer(buffer, layout, i));
-      context->set_output(output,
-                          tf::Tensor(context->expected_output_dtype(output), shapes_[i], std::move(part)));
-    }
   }
 
   absl::Status Allocate(tf::OpKernelContext* context, std::vector<void*>& pointers) const {
@@ -432,14 +428,9 @@ class GpuCollectOp : public CollectOp {
 
  protected:
   absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const override {
-    const Device::Stream stream = ComputeStream<kOnGpu>(context);
-    if (const std::shared_ptr<void> buffer = engine.buckets().TakeDevice(plan_, bucket_, stream)) {
-      HandOut(engine, context, buffer);
-    } else {
-      std::vector<void*> pointers;
-      TF_RETURN_IF_ERROR(Allocate(context, pointers));
-      engine.buckets().UnpackDevice(plan_, bucket_, pointers, stream);
-    }
+    std::vector<void*> pointers;
+    TF_RETURN_IF_ERROR(Allocate(context, pointers));
+    engine.buckets().UnpackDevice(plan_, bucket_, pointers, ComputeStream<kOnGpu>(context));
     WaitOnCpu<kOnGpu>(engine);
     return absl::Status();
   }

@@ -1,8 +1,9 @@
 // A device for tests without a GPU. Its memory is host memory, and its threads run one after the other.
 //
-// Each stream runs its work in order, as late as CUDA allows: only if a look at an event needs it, with what
-// that work waits for, and nothing else. So if code forgets a wait, the work reads what is not written yet,
-// or finds it written over, and the test sees wrong numbers. An event is reached only at the second look.
+// Each stream runs its work in order, as late as CUDA allows: only if a look at an event needs it, with what that work
+// waits for, and nothing else. So if code forgets a wait, the work reads what is not written yet, or finds it written
+// over, and the test sees wrong numbers. An event is reached only at the second look.
+#include <new>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -13,28 +14,24 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "cast_types.h"
 #include "core/error.h"
 #include "device/device.h"
 #include "device/tiles.h"
+#include "cast_types.h"
 
 namespace {
-
-// Of cudaMalloc.
-constexpr std::size_t kAlignment = 256;
 
 using hvpipe::Device;
 using hvpipe::DType;
 using hvpipe::Error;
 
 void ScaleAndCastOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
-                        unsigned* launches) {
+                unsigned* launches) {
   hvpipe::WithTypes(from, to, [&](auto source, auto target) {
     hvpipe::ForEachTable(pieces, scale, [&](const auto& table, unsigned tiles) {
       for (unsigned tile = 0; tile < tiles; ++tile) {
@@ -47,8 +44,8 @@ void ScaleAndCastOnHost(const std::vector<Device::Piece>& pieces, DType from, DT
   });
 }
 
-// Over all devices of this process: memory, streams and events that were not given back, and the number of
-// host allocations.
+// Over all devices of this process: memory, streams and events that were not given back, and the number of host
+// allocations.
 std::atomic<int> held{0}, host_allocations{0};
 
 // The devices that the calling thread has entered; the last one is current.
@@ -70,8 +67,7 @@ struct Span {
   const void* begin;
   std::size_t bytes;
   bool Overlaps(const void* other, std::size_t other_bytes) const {
-    const auto first = reinterpret_cast<std::uintptr_t>(begin),
-               second = reinterpret_cast<std::uintptr_t>(other);
+    const auto first = reinterpret_cast<std::uintptr_t>(begin), second = reinterpret_cast<std::uintptr_t>(other);
     return first < second + other_bytes && second < first + bytes;
   }
 };
@@ -114,9 +110,7 @@ class Streams {
     return false;
   }
   // Runs all work of one stream, or of all of them. Returns whether it finished in time.
-  bool Finish(Device::Stream stream, double limit_s) {
-    return Repeat(limit_s, [=] { return RunAll(stream); });
-  }
+  bool Finish(Device::Stream stream, double limit_s) { return Repeat(limit_s, [=] { return RunAll(stream); }); }
   bool FinishEverything(double limit_s) {
     return Repeat(limit_s, [this] {
       bool finished = true;
@@ -184,8 +178,7 @@ void FreeAfterUse(void* memory) {
     bytes = sizes[memory];
     sizes.erase(memory);
   }
-  if (TheStreams().Uses(memory, bytes) && !TheStreams().FinishEverything(1.0) &&
-      TheStreams().Uses(memory, bytes)) {
+  if (TheStreams().Uses(memory, bytes) && !TheStreams().FinishEverything(1.0) && TheStreams().Uses(memory, bytes)) {
     std::fputs("memory was freed that work on the test device waits to use\n", stderr);
     std::abort();
   }
@@ -224,10 +217,7 @@ class FakeDevice : public Device {
     return unit != nullptr ? std::strtoull(unit, nullptr, 10) : 2 << 20;
   }
   void* Allocate(std::size_t bytes) override {
-    if (std::getenv("FAKE_DEVICE_FULL") != nullptr) return nullptr;
-    void* const memory = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
-    if (memory != nullptr) std::memset(memory, 0, bytes);
-    return Held(Allocated(memory, bytes));
+    return std::getenv("FAKE_DEVICE_FULL") != nullptr ? nullptr : Held(Allocated(std::calloc(bytes, 1), bytes));
   }
   void Free(void* memory) noexcept override { FreeAfterUse(Returned(memory)); }
   void Clear(void* memory, std::size_t bytes) override { std::memset(memory, 0, bytes); }
@@ -315,8 +305,7 @@ Device* hvpipe_open_device(int ordinal, int version) {
 }
 
 // Enqueues work of fake_nccl.cc that uses `bytes` of memory. `run` is called until it returns 1.
-void fake_device_enqueue(void* stream, int (*run)(void*), void* context, const void* memory,
-                         std::size_t bytes) {
+void fake_device_enqueue(void* stream, int (*run)(void*), void* context, const void* memory, std::size_t bytes) {
   TheStreams().Add(stream, [=] { return run(context) != 0; }, {{memory, bytes}});
 }
 int fake_device_uses(const void* memory, std::size_t bytes) { return TheStreams().Uses(memory, bytes); }

@@ -418,8 +418,7 @@ int ncclMemAlloc(void** memory, std::size_t bytes) {
   if (Fails("memory-full")) setenv("FAKE_DEVICE_FREE", "3000000", 1);  // others took the memory
   if (Fails("memory-full") || Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
   if (Fails("memory-shared")) setenv("FAKE_DEVICE_FREE", "100000000", 1);  // another process took 900 MB
-  constexpr std::size_t kGranule = 4096;                                   // NCCL's is larger
-  *memory = std::aligned_alloc(kGranule, (bytes + kGranule - 1) / kGranule * kGranule);
+  *memory = std::malloc(bytes);
   std::fill_n(static_cast<std::uint32_t*>(*memory), bytes / sizeof kNotWritten, kNotWritten);
   ++memory_held;
   return kSuccess;

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
@@ -16,8 +15,6 @@ from tensorflow.core.framework.attr_value_pb2 import AttrValue
 from devices import needs_others, open_in_session
 from hvpipe.keras import ops
 from hvpipe.keras.data_parallel import bucket_reduce
-from hvpipe.plan.buckets import Gradient, plan_buckets
-from hvpipe.session import current
 from training import (
     CLASSES,
     FEATURES,
@@ -178,40 +175,6 @@ def test_gradients_in_device_memory_give_the_bits_of_none(
     assert "hvpipe_collect" in in_device_memory
     assert_same_on_all_ranks(found)
     assert_same_bits(found, trained_linearly(name))
-
-
-def test_sums_in_device_memory_are_lent_and_never_packed_over(in_device_memory: list[str]) -> None:
-    """While a sum of the first step is kept, the other steps share a second block of memory."""
-    engine, kernels = current().engine, bucket_reduce.library()
-    layout = plan_buckets([Gradient(f"of {count}", (count,), "float32") for count in (70, 300_000)], 1 << 22)
-    plan = engine.add_plan("kept sums", layout, on_device=True)
-    shapes = [[count] for count in layout.buckets[0].counts]
-    assert shapes == [[300_000], [70]]
-
-    def sums(step: int) -> list[Any]:
-        scale = kernels.hvpipe_begin_step(samples=1.0, announced=step, reduces=True, plan=plan)
-        gradients = [tf.fill(shape, float(step)) for shape in shapes]
-        token = kernels.hvpipe_submit(scale=scale, tensors=gradients, plan=plan, bucket=0)
-        found = kernels.hvpipe_collect(token=token, plan=plan, bucket=0, shapes=shapes, T=tf.float32, N=2)
-        for tensor in found:
-            assert np.all(tensor.numpy() == step)
-        return list(found)
-
-    def places(step: int) -> list[int]:
-        return [np.asarray(memoryview(tensor)).ctypes.data for tensor in sums(step)]
-
-    kept = sums(1)
-    first, second = places(2)
-    assert second - first == 4 * 300_000, "the gradients lie in the fused buffer"
-    assert places(3) == [first, second]
-    assert np.all(kept[0].numpy() == 1)
-    del kept
-    assert places(4)[0] not in (first, second), "the block of the first step is free"
-    kept = sums(5)
-    engine.agree("end of the steps")
-    engine.remove_plan(plan)
-    engine.allreduce(np.zeros(4, np.float32))
-    assert np.all(kept[1].numpy() == 5), "memory that is lent outlives its plan"
 
 
 @pytest.fixture
