@@ -38,6 +38,7 @@ Compression = Literal["bf16", "fp16"] | None
 _CALL_NAMES = {"average": "allreduce (average)", "sum": "allreduce (sum)"}
 _LATE_S = 60.0
 """After this time in a patient wait, hvpipe warns."""
+_NOT_STEPS = -(1 << 62)  # the count of steps while none count
 _RECORDED = ("forward", "backward", "update", "step")
 
 
@@ -485,6 +486,16 @@ class Engine:
                 self.core.end_first_steps()
         if self._traced and self.core is not None:
             self.core.log(category, name, start_s, end_s)
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Count and trace no block inside this one: it measures, and its steps train nothing."""
+        before = dict(self._recorded_s), self._recorded_steps, self._waited_s, self._traced
+        self._recorded_steps, self._traced = _NOT_STEPS, False
+        try:
+            yield
+        finally:
+            self._recorded_s, self._recorded_steps, self._waited_s, self._traced = before
 
     def wait(self, request: Any) -> None:
         """Wait for a request; within a step of training the counter `exposed_wait_s` has the time."""

@@ -310,13 +310,15 @@ class Judge:
         return reduce_s + sums.whole_update_s(start, end) / speed
 
     def _times_s(self, group: Group, start: int, end: int, recompute: bool) -> list[tuple[float, float]]:
-        """Return each device's seconds of forward and backward for a run of layers."""
+        """Return each device's seconds of forward and backward for a run of layers, with their `action_s`."""
         found: list[tuple[float, float]] = []
+        action_s = self.cluster.action_s
         for (kind, speed), count in self._counts(group):
             sums = self.model.sums.on(kind)
             forward_s = (sums.forward_s[end] - sums.forward_s[start]) / speed
             backward_s = (sums.backward_s[end] - sums.backward_s[start]) / speed
-            found += [(forward_s, backward_s + forward_s if recompute else backward_s)] * count
+            again_s = forward_s if recompute else 0.0
+            found += [(forward_s + action_s, backward_s + again_s + action_s)] * count
         return found
 
     def _counts(self, group: Group) -> Sequence[tuple[tuple[str, float], int]]:
