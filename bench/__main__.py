@@ -204,7 +204,7 @@ def _evaluation(
     }
     if used == missing.keys():
         raise BenchError(
-            f"One of the systems at least should be installed. Received: {'; '.join(missing.values())}"
+            f"At least one of the systems should be installed. Received: {'; '.join(missing.values())}"
         )
     print(suite.title, file=sys.stderr)
     run: RunRound = partial(run_round, python=python, systems=systems)

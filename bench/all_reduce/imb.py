@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measured(hosts: Hosts, options: argparse.Namespace) -> str:
+    if options.rounds < 1:
+        raise BenchError(f"--rounds must be at least 1. Received: --rounds {options.rounds}")
     if not (options.environment / "bin" / "IMB-MPI1").exists():
         raise BenchError(
             "--environment must be a virtual environment with impi-rt, mpi4py, numpy and psutil. "

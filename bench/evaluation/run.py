@@ -83,7 +83,7 @@ class Evaluation:
                 say(f"[{left} rounds left{f', {left_s / 60:.0f} min' if done else ''}] {what}")
 
             if not any(self._left(group, kept) for group in self.suite.groups):
-                say(f"nothing left to run: {folder} has all rounds, begun {kept.setting.started}")
+                say(f"no round is left to run in {folder}, begun {kept.setting.started}")
             for group in self.suite.groups:
                 self._run_group(group, journal, tell)
             return journal.outcome

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from bench.cluster.spec import HostSpec, format_rate
+from bench.errors import BenchError
 from bench.hosts.hosts import Hosts
 from bench.hosts.rank_benchmark import say
 from bench.hosts.stream import COMMAND, open_stream
@@ -59,11 +60,20 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
 
 
 def measure_two_way(hosts: Hosts, first: str, second: str, *, seconds: float = 4.0) -> tuple[float, float]:
-    """Stream both ways between two hosts for some `seconds`.
+    """Stream both ways between two hosts for some `seconds`; BenchError if that fails.
 
     Return the bits per second that arrived at the first and at the second host. A ring uses both directions
     alike, so it can reach their mean at most.
     """
+    try:
+        return _streamed(hosts, first, second, seconds)
+    except (RuntimeError, OSError) as error:
+        raise BenchError(
+            f"A stream between {first} and {second} must not end early. Received: {error}"
+        ) from error
+
+
+def _streamed(hosts: Hosts, first: str, second: str, seconds: float) -> tuple[float, float]:
     with (
         open_stream(hosts.plain_command(first, COMMAND)) as one,
         open_stream(hosts.plain_command(second, COMMAND)) as other,

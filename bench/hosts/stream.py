@@ -1,8 +1,8 @@
 """A plain TCP stream between processes on several hosts: bytes to one neighbour, as many from another.
 
 ``python stream.py`` prints its port and reads "host port" of the process that it sends to. For each further
-line, a number of bytes, it sends as many, receives as many, and prints the seconds that this took. It imports
-nothing of ours, because ssh hands on no PYTHONPATH.
+line, a number of bytes, it sends as many, receives as many, and prints the seconds until these had come. It
+imports nothing of ours, because ssh hands on no PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 COMMAND = (sys.executable, __file__)
 _BLOCK_BYTES = 1 << 18
 _CONNECT_S = 30.0
+_LIMIT_S = 600.0  # without any byte; computing may come between two exchanges
 
 
 class Stream:
@@ -36,7 +37,7 @@ class Stream:
         self._tell(str(size_bytes))
 
     def wait(self) -> float:
-        """Return the seconds since `begin` once all bytes are sent and have arrived."""
+        """Wait until all bytes are sent and have arrived; return the seconds from `begin` to arrival."""
         return float(self._line())
 
     def _tell(self, line: str) -> None:
@@ -88,14 +89,16 @@ def _serve() -> None:
             socket.create_connection((host, int(port)), timeout=_CONNECT_S) as there,
             listener.accept()[0] as here,
         ):
-            there.settimeout(None)
+            there.settimeout(_LIMIT_S)
+            here.settimeout(_LIMIT_S)
             for line in sys.stdin:
                 begun_s, size = time.monotonic(), int(line)
                 sender = threading.Thread(target=_send, args=(there, size))
                 sender.start()
                 _receive(here, size)
+                received_s = time.monotonic() - begun_s
                 sender.join()
-                print(time.monotonic() - begun_s, flush=True)
+                print(received_s, flush=True)
 
 
 if __name__ == "__main__":

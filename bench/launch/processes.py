@@ -55,6 +55,10 @@ def end(process: subprocess.Popen[Any], patience_s: float = _LEAVE_S) -> tuple[A
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
+        if number == signal.SIGKILL:  # they may hold the pipes
+            for other in others:
+                with suppress(psutil.NoSuchProcess):
+                    other.kill()
         with suppress(subprocess.TimeoutExpired):
             left = process.communicate(timeout=patience_s)
             break
@@ -120,7 +124,7 @@ def run_together(
     outputs = [directory / f"{command.name}.output" for command in commands]
     deadline_s = time.monotonic() + timeout_s
     with ExitStack() as stack:
-        stack.callback(end_left_behind, str(directory))
+        stack.enter_context(_nothing_left_behind(str(directory)))
         running = []
         for command, output in zip(commands, outputs, strict=True):
             pipes = {"stdout": stack.enter_context(output.open("wb")), "stderr": subprocess.STDOUT}
@@ -148,6 +152,15 @@ def _end_of(output: Path, most: int = 6000) -> str:
     """Return the end of a program's output, without terminal colours and cursor moves."""
     uncoloured = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.read_text(errors="replace"))
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", uncoloured)[-most:]
+
+
+@contextmanager
+def _nothing_left_behind(words: str) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with undisturbed():
+            end_left_behind(words)
 
 
 def end_left_behind(words: str) -> None:

@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import geometric_mean, median
 
+from bench.launch.termination import ended_by_exception
 from bench.planning.searched import (
     LATENCY_S,
     MICROBATCHES,
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _against_pipedream()
     if options.which == "scale":
         for what in SCALES:
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:  # one each, for its memory
+            # One process each, for its memory.
+            with ended_by_exception(), ProcessPoolExecutor(1, get_context("spawn")) as process:
                 seconds, megabytes = process.submit(planning_cost, what).result()
             print(f"{what:30} {seconds:6.1f} s of CPU time {megabytes:6.0f} MB", flush=True)
         return 0

@@ -93,7 +93,9 @@ def cautions(outcome: EvaluationOutcome) -> list[str]:
     if beside := disturbed(outcome):
         found.append(f"Other work took half a core or more beside: {'; '.join(beside)}.")
     groups = outcome.setting.plan.get("groups", [])
-    planned = sum(1 if name in of["once"] else of["rounds"] for of in groups for name in of["systems"])
+    planned = sum(
+        1 if name in of.get("once", ()) else of["rounds"] for of in groups for name in of["systems"]
+    )
     if (measured := sum(each.ok for each in outcome.rounds)) < planned:
         found.append(
             f"{measured} of {planned} planned rounds have figures. Others failed, were skipped or are to run."

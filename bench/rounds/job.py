@@ -64,6 +64,6 @@ def wait_for(directory: Path, names: set[str], within_s: float = math.inf) -> No
     while missing := names - set(os.listdir(directory)):
         if time.monotonic() > deadline_s:
             raise TimeoutError(
-                f"All processes should come so far within {within_s:g} s. Received: no {', '.join(missing)}"
+                f"All processes should get this far within {within_s:g} s. Received: no {', '.join(missing)}"
             )
         time.sleep(0.01)

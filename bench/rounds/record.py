@@ -154,10 +154,14 @@ def last_words(output: str) -> str:
 
 def rank_round(data: dict[str, Any]) -> RankRound:
     """Read what asdict returned. ValueError if a step is not finite: NaN would pass as no change."""
-    used = dict(data["utilization"])
+    used = data["utilization"]
+    if isinstance(used, list):  # the oldest results have a row for each sample
+        used = {name: [row.get(name) for row in used] for name in (used[0] if used else ())}
+    used = dict(used)
     for name, samples in used.items():
         if isinstance(samples, list):  # older results have samples, None where there is none
-            used[name] = fmean(each for each in samples if each is not None)
+            known = [each for each in samples if each is not None]
+            used[name] = fmean(known) if known else 0.0
     rank = RankRound(**{**data, "utilization": used})
     times_s = (*rank.step_s, rank.wall_s)
     if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):

@@ -435,7 +435,7 @@ def test_step_prints_a_row_for_each_system(
         (["--systems", "single,single"], "each once. Received: ['single', 'single']"),
         (
             ["--systems", "horovod"],
-            "at least should be installed. Received: Horovod: absent",
+            "of the systems should be installed. Received: Horovod: absent",
         ),
         (["--batch", "0"], "must be at least 1. Received: Task("),
         (["--shares", "3,x"], "--shares should be whole numbers, as in 11,5. Received: '3,x'"),

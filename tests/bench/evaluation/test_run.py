@@ -208,7 +208,7 @@ def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_a_complete_folder_is_reported(tmp_path: Path) -> None:
     assert "nothing left" not in run(tmp_path, Systems())[1]
     _, said = run(tmp_path, Systems())
-    assert f"nothing left to run: {tmp_path} has all rounds, begun 20" in said
+    assert f"no round is left to run in {tmp_path}, begun 20" in said
 
 
 def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
