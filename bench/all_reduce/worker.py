@@ -6,7 +6,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
@@ -105,12 +105,16 @@ def contenders() -> dict[str, InPlaceSum]:
     }
 
 
-def to_another_buffer(buffer: Buffer, results: dict[int, Buffer] = {}) -> Buffer:  # noqa: B006
+def to_another_buffer(buffer: Buffer) -> Buffer:
     """Sum as the Intel MPI Benchmarks do: the result goes to another buffer, always the same for a size."""
-    if buffer.size not in results:
-        results[buffer.size] = aligned(buffer.size, 0)
-    MPI.COMM_WORLD.Allreduce(buffer, results[buffer.size])
-    return results[buffer.size]
+    result = _result(buffer.size)
+    MPI.COMM_WORLD.Allreduce(buffer, result)
+    return result
+
+
+@cache
+def _result(elements: int) -> Buffer:
+    return aligned(elements, 0)
 
 
 def aligned(elements: int, value: float) -> Buffer:

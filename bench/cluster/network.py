@@ -74,15 +74,27 @@ def build(cluster: str, spec: ClusterSpec) -> None:
         inside, port = namespace(cluster, host.name), f"p{index}"
         _call("ip", "netns", "add", inside)
         _call(
-            "ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", inside
+            "ip",
+            "-n",
+            switch,
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            inside,
         )
         _call("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
-        _call("ip", "-n", inside, "addr", "add", f"{address(index)}/24", "dev", "eth0")
-        _call("ip", "-n", inside, "link", "set", "eth0", "up")
+        _call("ip", "-n", inside, "addr", "add", f"{address(index)}/24", "dev", INTERFACE)
+        _call("ip", "-n", inside, "link", "set", INTERFACE, "up")
         _call("ip", "-n", inside, "link", "set", "lo", "up")
         if host.rate_bits_per_s is not None:
             _limit(switch, port, host.rate_bits_per_s)
-            _limit(inside, "eth0", host.rate_bits_per_s)
+            _limit(inside, INTERFACE, host.rate_bits_per_s)
         names_path = hosts_file(cluster, host.name)
         names_path.parent.mkdir(parents=True, exist_ok=True)
         names_path.write_text(names)

@@ -159,7 +159,7 @@ def rank_round(data: dict[str, Any]) -> RankRound:
         used = {name: [row.get(name) for row in used] for name in (used[0] if used else ())}
     used = dict(used)
     for name, samples in used.items():
-        if isinstance(samples, list):  # older results have samples, None where there is none
+        if isinstance(samples, list):  # older results list every sample; None is a missing one
             known = [each for each in samples if each is not None]
             used[name] = fmean(known) if known else 0.0
     rank = RankRound(**{**data, "utilization": used})
