@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <new>
 
 #include "core/error.h"
 #include "core/event_log.h"
