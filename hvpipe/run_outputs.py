@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ class _RankRun:
 
     trace: Trace
     counters: dict[str, float]
-    step_durations_s: list[float]
+    step_durations_s: Sequence[float]
     samples: float
     utilization: dict[str, Any]
     device_samples: list[dict[str, Any]]

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import traceback
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,7 +102,7 @@ class Session:
         settings = _with_settings_of_rank_0(settings, self.world)
         self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
         self.engine: Engine = Engine(self.world, settings)
-        self.step_durations_s: list[float] = []
+        self.step_durations_s = array("d")
         self.sample_counters: list[CountsSamples] = []
         self.reducers: dict[Any, Any] = {}  # by what they reduce; see hvpipe.keras.data_parallel.custom_loops
         self.loops_by_plan = False  # whether a tape or an optimizer of a custom loop reduces by a plan

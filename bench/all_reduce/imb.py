@@ -76,7 +76,7 @@ def _measured(hosts: Hosts, options: argparse.Namespace) -> str:
     for _ in range(options.rounds):
         with _activated(options.environment):
             found[_CONTENDERS[0]].append(_imb(hosts, ranks, sizes_bytes, options.environment))
-            found[_CONTENDERS[1]].append(_ours("mpi", hosts, ranks, sizes_bytes, options.environment))
+            found[_CONTENDERS[1]].append(_ours("mpi-imb", hosts, ranks, sizes_bytes, options.environment))
         found[_CONTENDERS[2]].append(_ours("hvpipe", hosts, ranks, sizes_bytes, options.environment))
     seconds = {
         name: {size: median(each[size] for each in rounds) for size in sizes_bytes}
@@ -104,7 +104,7 @@ def _ours(
     contender: str, hosts: Hosts, ranks: int, sizes_bytes: Sequence[int], environment: Path
 ) -> dict[int, float]:
     python = environment / "bin" / "python" if contender != "hvpipe" else Path(sys.executable)
-    arguments = {"sizes_bytes": sizes_bytes, "sample_s": 0.3, "where": "", "as_imb": contender == "mpi"}
+    arguments = {"sizes_bytes": sizes_bytes, "sample_s": 0.3, "where": "", "names": (contender,)}
     report: AllReduceReport = rank_benchmark.run_on_ranks(
         "bench.all_reduce.worker", arguments, hosts, ranks, python=str(python)
     )
@@ -131,10 +131,16 @@ def _imb(hosts: Hosts, ranks: int, sizes_bytes: Sequence[int], environment: Path
 
 @contextmanager
 def _activated(environment: Path) -> Iterator[None]:
-    """Let programs of that environment find one another and their libraries."""
-    before = {name: os.environ.get(name) for name in ("PATH", "LD_LIBRARY_PATH")}
+    """Let programs of that environment find one another and their libraries.
+
+    Ranks of Intel MPI are bound to no cores and give up theirs while they wait, as ours do.
+    """
+    settings = {"I_MPI_PIN": "off", "I_MPI_THREAD_YIELD": "2"}
     for name, folder in (("PATH", "bin"), ("LD_LIBRARY_PATH", "lib")):
-        os.environ[name] = os.pathsep.join(filter(None, (str(environment.resolve() / folder), before[name])))
+        paths = (str(environment.resolve() / folder), os.environ.get(name))
+        settings[name] = os.pathsep.join(filter(None, paths))
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from bench.all_reduce.report import AllReduceReport, Row
 from bench.metrics import format_size, repetitions
 
 Buffer = npt.NDArray[np.float32]
-InPlaceSum = Callable[[Buffer], Any]  # may return the buffer that has the sum, if it is another
+Sum = Callable[[Buffer], Any]  # in place, or returns another buffer with the sum
 
 _PAGE_BYTES = 4096
 _SECONDS = 2.0  # for the samples of a size and contender
@@ -93,20 +93,29 @@ class BestOfMpi:
         self.chosen = min(times, key=lambda name: median(times[name]))
 
 
-def contenders() -> dict[str, InPlaceSum]:
-    """Return the operations by name. MPI's is in place as well, which is its faster form here."""
+def contenders(names: Sequence[str]) -> dict[str, Sum]:
+    """Return these operations by name. "mpi" is in place as well, which is its faster form here.
+
+    "mpi-imb" sums as the Intel MPI Benchmarks do. Only "hvpipe" needs hvpipe.
+    """
+    made: dict[str, Callable[[], Sum]] = {
+        "mpi": lambda: partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE),
+        "mpi-best": BestOfMpi,
+        "mpi-imb": lambda: _to_another_buffer,
+        "hvpipe": _hvpipe,
+    }
+    return {name: made[name]() for name in names}
+
+
+def _hvpipe() -> Sum:
     import hvpipe
 
     hvpipe.init()
-    return {
-        "mpi": partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE),
-        "mpi-best": BestOfMpi(),
-        "hvpipe": lambda buffer: hvpipe.allreduce(buffer, op="sum", out=buffer),
-    }
+    return lambda buffer: hvpipe.allreduce(buffer, op="sum", out=buffer)
 
 
-def to_another_buffer(buffer: Buffer) -> Buffer:
-    """Sum as the Intel MPI Benchmarks do: the result goes to another buffer, always the same for a size."""
+def _to_another_buffer(buffer: Buffer) -> Buffer:
+    """Sum into another buffer, always the same for a size."""
     result = _result(buffer.size)
     MPI.COMM_WORLD.Allreduce(buffer, result)
     return result
@@ -138,7 +147,7 @@ def expected_and_mine(elements: int, rank: int, ranks: int) -> tuple[Buffer, Buf
     return expected, mine
 
 
-def verify(operation: InPlaceSum, name: str, size_bytes: int) -> None:
+def verify(operation: Sum, name: str, size_bytes: int) -> None:
     """Raise ArithmeticError on every rank if any element of an all-reduce is wrong on any rank."""
     world = MPI.COMM_WORLD
     expected, buffer = expected_and_mine(size_bytes // 4, world.rank, world.size)
@@ -154,7 +163,7 @@ def verify(operation: InPlaceSum, name: str, size_bytes: int) -> None:
         )
 
 
-def _sample(operation: InPlaceSum, buffer: Buffer, times: int) -> float:
+def _sample(operation: Sum, buffer: Buffer, times: int) -> float:
     """Return the seconds of one operation on the slowest rank, averaged over `times` back to back."""
     world = MPI.COMM_WORLD
     world.Barrier()
@@ -165,7 +174,7 @@ def _sample(operation: InPlaceSum, buffer: Buffer, times: int) -> float:
     return float(world.allreduce(mine, op=MPI.MAX))
 
 
-def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], sample_s: float) -> Row:
+def measure_size(size_bytes: int, operations: dict[str, Sum], sample_s: float) -> Row:
     """Verify each contender, then take samples of them and of a plain copy in turn."""
     # Sums of zeros stay zeros. Memory is touched before it is timed.
     buffer, target = aligned(size_bytes // 4, 0), aligned(size_bytes // 4, 1)
@@ -174,7 +183,7 @@ def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], sample_s: f
         best.choose(buffer, sample_s)
     for name, operation in operations.items():
         verify(operation, name, size_bytes)
-    turns: dict[str, InPlaceSum] = {**operations, "copy": lambda source: np.copyto(target, source)}
+    turns: dict[str, Sum] = {**operations, "copy": lambda source: np.copyto(target, source)}
     times = {name: repetitions(sample_s, _sample(each, buffer, 1)) for name, each in turns.items()}
     samples: dict[str, list[float]] = {name: [] for name in turns}
     world = MPI.COMM_WORLD
@@ -191,14 +200,18 @@ def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], sample_s: f
     return Row(size_bytes, samples, copies, best.chosen if isinstance(best, BestOfMpi) else "")
 
 
-def measure(sizes_bytes: Sequence[int], sample_s: float, where: str, as_imb: bool = False) -> AllReduceReport:
-    """Measure every size in turn. All ranks call this and get the report.
+def measure(
+    sizes_bytes: Sequence[int],
+    sample_s: float,
+    where: str,
+    names: Sequence[str] = ("mpi", "mpi-best", "hvpipe"),
+) -> AllReduceReport:
+    """Measure these contenders with every size in turn. All ranks call this and get the report.
 
-    Operations shorter than `sample_s` are timed several at once. With `as_imb`, only MPI is measured, by the
-    operation that the Intel MPI Benchmarks measure; this needs no hvpipe.
+    Operations shorter than `sample_s` are timed several at once.
     """
     world = MPI.COMM_WORLD
-    operations = {"mpi": to_another_buffer} if as_imb else contenders()
+    operations = contenders(names)
     rows = []
     for size_bytes in sizes_bytes:
         if world.rank == 0:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from bench.faults import soak
 from bench.faults.cases import Fault, cases
 from bench.faults.jobs import Trial
+from bench.launch.termination import ended_by_exception
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = failed or any(trial.problem for trial in trials)
         print(_row(case, trials), flush=True)
     if options.soak is not None:
-        failed = bool(soak.run(options.soak, options.seed)) or failed
+        with ended_by_exception():  # the folder of its jobs goes, too
+            failed = bool(soak.run(options.soak, options.seed)) or failed
     return 1 if failed else 0
 
 

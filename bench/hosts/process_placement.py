@@ -101,9 +101,13 @@ class Placement:
         return Command(f"{job}-{index}", line, {"TF_CONFIG": told})
 
 
+# All can read a command line, so it has only what Python and TensorFlow read.
+_HANDED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHON", "TF_", "XLA_", "OMP_", "CUDA_", "NCCL_", "MALLOC_")
+
+
 def _handed_on(program: str) -> dict[str, str]:
     """Return what mpirun hands on to other hosts, with the folder of `program` first in PATH."""
     names = set(exported_names(os.environ)) - {"TF_CONFIG"}
-    environment = {name: os.environ[name] for name in sorted(names)}
+    environment = {name: os.environ[name] for name in sorted(names) if name.startswith(_HANDED_ON)}
     path = environment.get("PATH", os.defpath)
     return {**environment, "PATH": f"{Path(program).parent}{os.pathsep}{path}"}

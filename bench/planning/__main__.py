@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("which", nargs="?", choices=("greedy", "pipedream", "scale"), default="greedy")
     parser.add_argument("--json", type=Path, help="write every case of `greedy` there")
     options = parser.parse_args(argv)
+    if options.json and options.which != "greedy":
+        parser.error(f"--json is for `greedy`. Received: --json with `{options.which}`")
     if options.which == "pipedream":
         return _against_pipedream()
     if options.which == "scale":

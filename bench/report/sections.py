@@ -21,7 +21,14 @@ _NAMES = (
     *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale", "tf-mwms-tuned"),
     *("hvpipe-local", "hvpipe-int8"),
 )
-_GPU = {"gpu_share": ("GPU kept busy, %", 100.0), "gpu_memory_share": ("GPU memory kept busy, %", 100.0)}
+_UNITS = {  # of sampled quantities, by the end of their names
+    "_bytes_per_s": (", MB/s", 1e-6),
+    "_bytes": (", MB", 1e-6),
+    "_share": (" busy, %", 100.0),
+    "_sm_mhz": (" clock, MHz", 1.0),
+    "_w": (", W", 1.0),
+    "_celsius": (" temperature, °C", 1.0),
+}
 Figure = tuple[str, str]  # the caption, and the plot as SVG
 _Series = dict[str, tuple[list[float], list[float]]]
 
@@ -161,12 +168,12 @@ def _of_ranks(values: Sequence[float | None], scale: float) -> str:
 
 def _gpu_quantity(name: str) -> tuple[str, float]:
     """Return the name of a sampled quantity, and the factor to the unit in that name."""
-    if name in _GPU:
-        return _GPU[name]
-    if name.endswith(("_bytes", "_bytes_per_s")):
-        unit = "MB/s" if name.endswith("_per_s") else "MB"
-        return f"{name.partition('_bytes')[0].replace('_', ' ')}, {unit}", 1e-6
-    return name.replace("_", " "), 1.0
+    end = next((end for end in _UNITS if name.endswith(end)), "")
+    unit, scale = _UNITS.get(end, ("", 1.0))
+    words = name.removesuffix(end).replace("_", " ")
+    for written in ("GPU", "PCIe", "NVLink"):
+        words = words.replace(written.lower(), written)
+    return words + unit, scale
 
 
 def time_to_accuracy(outcome: EvaluationOutcome) -> list[Part]:

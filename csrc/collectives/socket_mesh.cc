@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <new>
 
 #include "core/error.h"
 #include "core/event_log.h"
@@ -317,6 +318,7 @@ void SocketMesh::Write(Connection& connection) {
     if (sent < 0) {
       const std::string why = std::strerror(errno);
       Read(connection);  // what the other end has sent before
+      if (connection.incoming.left_once) Read(connection);
       if (connection.ended.empty()) Lose(connection, why);
       return;
     }
@@ -376,12 +378,19 @@ void SocketMesh::Cancel(Ticket ticket) {
       in.dropped = std::make_unique<char[]>(in.header.bytes);
       in.target = in.dropped.get();
     }
+    bool copied = true;
     for (Outgoing& one : connection.outgoing) {
       if (one.ticket != ticket) continue;
-      one.text = std::make_shared<const std::string>(one.data, one.header.bytes);
-      one.data = one.text->data();
       one.ticket = kNoTicket;
+      if (!connection.ended.empty()) continue;
+      try {
+        one.text = std::make_shared<const std::string>(one.data, one.header.bytes);
+        one.data = one.text->data();
+      } catch (const std::bad_alloc&) {
+        copied = false;
+      }
     }
+    if (!copied) Lose(connection, "no memory for the rest of a message");
     for (auto& [key, sent] : connection.unconfirmed)
       std::replace(sent.begin(), sent.end(), ticket, kNoTicket);
     if (!connection.ended.empty()) DropUnawaited(connection);

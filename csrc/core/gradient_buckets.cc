@@ -33,7 +33,7 @@ std::unique_ptr<GradientBuckets::Bucket> GradientBuckets::MakeBucket(BucketLayou
   auto bucket = std::make_unique<Bucket>(std::move(layout));
   const std::size_t row = bucket->layout.row, count = bucket->layout.count;
   if (row > 0) {
-    if (bucket->layout.counts.size() != 1 || count % row != 0) {
+    if (bucket->layout.counts.size() != 1 || count == 0 || count % row != 0) {
       throw Error(
           "A bucket with rows should hold one table of equal rows. Received: bucket=" + bucket->layout.name,
           ErrorKind::kUsage);

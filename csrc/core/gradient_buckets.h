@@ -118,6 +118,7 @@ class GradientBuckets {
     // From the launch of the gather to its arrival: whether the sum was handed out. Null otherwise.
     std::shared_ptr<bool> launched;
     std::shared_ptr<ReduceBuffers> buffers;  // of the announced operation
+    std::shared_ptr<ReduceBuffers> packed;   // of the one that is reducing
     Done waiting;                            // of a Collect that came before the sum
     bool waits_for_launch = false;           // it was a CollectOnStream
     double collect_s = 0;                    // when that Collect came

@@ -105,14 +105,17 @@ void MpiNetwork::Poll() {
 
 bool MpiNetwork::Barrier(double patience_s) {
   MPI_Request request = MPI_REQUEST_NULL;
-  HVPIPE_MPI(MPI_Ibarrier(world_, &request));
   const double deadline_s = Now() + patience_s;
-  for (int all = 0;;) {
-    HVPIPE_MPI(MPI_Test(&request, &all, MPI_STATUS_IGNORE));
-    if (all != 0) return true;
-    if (Now() > deadline_s) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  try {
+    HVPIPE_MPI(MPI_Ibarrier(world_, &request));
+    for (int all = 0; Now() < deadline_s;) {
+      HVPIPE_MPI(MPI_Test(&request, &all, MPI_STATUS_IGNORE));
+      if (all != 0) return true;
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  } catch (const Error&) {  // a rank has gone
   }
+  return false;
 }
 
 Connect OverMpi(MPI_Comm world) {

@@ -17,6 +17,7 @@ std::shared_ptr<Operation> GradientBuckets::BeginReducing(Bucket& bucket) {
                 ErrorKind::kUsage);
   }
   bucket.state = BucketState::kReducing;
+  bucket.packed = bucket.buffers;
   return std::exchange(bucket.announced, nullptr);
 }
 
@@ -60,7 +61,7 @@ void GradientBuckets::Bucket::Pack(const std::vector<const void*>& tensors, doub
     std::atomic_thread_fence(std::memory_order_acquire);
   }
   char* fused = static_cast<char*>(host->data());
-  *buffers = {fused, fused, layout.count};
+  *packed = {fused, fused, layout.count};
   const std::size_t element = SizeOf(layout.wire_type);
   for (std::size_t i = 0; i < layout.counts.size(); ++i) {
     ScaleAndCast(tensors[i], layout.tensor_type, fused + layout.offsets[i] * element, layout.wire_type,

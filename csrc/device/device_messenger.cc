@@ -157,7 +157,7 @@ void DeviceMessenger::SendSummand(std::int64_t number, const PostedMessage& post
   device.device->ScaleAndCast({{data, reduce->memory.get(), reduce->count}}, reduce->dtype, reduce->dtype,
                               1.0, stream);
   device.device->Record(reduce->begun.get(), stream);
-  HoldUntil({reduce, reduce->begun.get()}, std::move(held), "copying " + posted.what);
+  reduce->copied_from = std::move(held);
   posted_.AddAs(number, {0, 0, posted.what, nullptr, reduce->memory, bytes, nullptr});
   try {
     Enqueue("reduce", posted.what, posted.done, [&](Operation& operation) {

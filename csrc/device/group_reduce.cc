@@ -89,6 +89,7 @@ void GroupReducer::AddThroughHost(Operation& operation, const std::shared_ptr<Gr
           [=](Device& on) { on.CopyToHost(host, data, reduce->bytes(), down); });
   operation.AddStage(
       [=, &network = network_](const Operation&) {
+        reduce->copied_from.reset();
         return network.MakeGroupAllReduce(reduce->group, reduce->call, host, reduce->count, reduce->dtype);
       },
       order);
@@ -107,6 +108,7 @@ void GroupReducer::AddTurn(Operation& operation, const std::shared_ptr<GroupRedu
   const int member = members->rank();
   operation.AddStage(
       [=](const Operation&) {
+        reduce->copied_from.reset();
         std::vector<std::unique_ptr<Collective>> words;
         if (member > 0) {
           words.push_back(std::make_unique<MessageSend>(*members, *counters, &reduce->mine,

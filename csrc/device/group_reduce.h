@@ -37,6 +37,7 @@ struct GroupReduce {
   const std::shared_ptr<void> memory;       // on the device; summed in place
   const std::shared_ptr<void> host_memory;  // null by NCCL
   const OwnedHandle begun, ended;           // begun: when `memory` is filled
+  std::shared_ptr<const void> copied_from;  // kept alive until then
 
   // By NCCL only:
   struct Summand {

@@ -122,8 +122,7 @@ std::optional<std::string> NcclSetup::Together(const std::string& what,
   if (first == all.end()) throw Error("internal: ranks gave up, but none has failed");
   Reason reason{};
   if (own_) Write(HostName() + ": " + own_->what(), reason);
-  std::vector<Reason> reasons(all.size());
-  calls_.AllGather(&reason, reasons.data(), sizeof reason, what + ": what failed", interrupt_);
+  const std::vector<Reason> reasons = OfAllRanks(reason, what + ": what failed");
   const auto rank = static_cast<std::size_t>(first - all.begin());
   const auto failed = std::count(all.begin(), all.end(), kFailed);
   std::string text = "rank " + std::to_string(rank) + " on " + reasons[rank].data();
@@ -136,6 +135,18 @@ std::optional<std::string> NcclSetup::Together(const std::string& what,
 void NcclSetup::CheckOthers(const std::string& what) {
   const std::optional<Record> record = calls_.EarlyRecord();
   if (record && record->signature == Hash(what) && record->samples != kDone) throw GaveUp();
+}
+
+template <typename Value>
+std::vector<Value> NcclSetup::OfAllRanks(const Value& mine, const std::string& what) {
+  auto all = std::make_unique<std::vector<Value>>(static_cast<std::size_t>(topology_.size));
+  try {
+    calls_.AllGather(&mine, all->data(), sizeof mine, what, interrupt_);
+  } catch (...) {
+    (void)all.release();  // what is still under way may be written there
+    throw;
+  }
+  return std::move(*all);
 }
 
 std::optional<std::string> NcclSetup::Open() {
@@ -174,8 +185,7 @@ void NcclSetup::ConnectByNccl() {
       Together("choice of NCCL", [this] { device_->library = std::make_unique<NcclLibrary>(options_.nccl); });
   if (failure) return GoThroughHost(*failure);
   const NcclOffer mine{device_->library->version(), options_.span, topology_.first_on_host};
-  std::vector<NcclOffer> all(static_cast<std::size_t>(topology_.size));
-  calls_.AllGather(&mine, all.data(), sizeof mine, "versions of NCCL", interrupt_);
+  const std::vector<NcclOffer> all = OfAllRanks(mine, "versions of NCCL");
   const bool same = std::all_of(all.begin(), all.end(), [&](const NcclOffer& other) {
     return other.version == mine.version && other.span == mine.span;
   });
@@ -195,8 +205,7 @@ void NcclSetup::ConnectByNccl() {
 // have parts (MIG) of one board, which NCCL takes for one device.
 bool NcclSetup::HaveOwnBoards() {
   const DeviceOwner mine = OwnerOf(*device_->device, topology_.first_on_host);
-  std::vector<DeviceOwner> all(static_cast<std::size_t>(topology_.size));
-  calls_.AllGather(&mine, all.data(), sizeof mine, "devices of all ranks", interrupt_);
+  const std::vector<DeviceOwner> all = OfAllRanks(mine, "devices of all ranks");
   // Every rank checks all ranks, so all throw together and none waits for one that has ended.
   bool own_boards = true;
   for (auto second = all.begin(); second != all.end(); ++second) {
@@ -237,13 +246,12 @@ void NcclSetup::ConnectInsideHosts(const std::vector<int>& rail) {
 // All ranks call this, whichever communicator each of them will be in.
 bool NcclSetup::MakeCommunicator(const NcclPlace& place) {
   nccl::UniqueId mine{};
-  std::vector<nccl::UniqueId> all(static_cast<std::size_t>(topology_.size));
   auto failure = Together("NCCL's addresses", [&] {
     const CurrentDevice current(*device_->device);
     if (topology_.rank == place.first) mine = device_->library->NewId();
   });
   if (!failure) {
-    calls_.AllGather(&mine, all.data(), sizeof mine, "NCCL's addresses", interrupt_);
+    const std::vector<nccl::UniqueId> all = OfAllRanks(mine, "NCCL's addresses");
     failure = Together(kStart, [&] { Join(place, all[static_cast<std::size_t>(place.first)]); });
   }
   if (!failure) {
@@ -310,8 +318,7 @@ void NcclSetup::Interrupted(const char* what) {
 void NcclSetup::AgreeOnNcclMemory() {
   const CurrentDevice current(*device_->device);
   const char able = CanRegisterMemory() ? 1 : 0;
-  std::vector<char> all(static_cast<std::size_t>(topology_.size));
-  calls_.AllGather(&able, all.data(), sizeof able, "choice of memory", interrupt_);
+  const std::vector<char> all = OfAllRanks(able, "choice of memory");
   device_->nccl_memory = std::all_of(all.begin(), all.end(), [](char each) { return each != 0; });
 }
 

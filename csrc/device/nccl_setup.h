@@ -43,6 +43,8 @@ class NcclSetup {
   std::optional<std::string> Together(const std::string& what, const std::function<void()>& attempt);
   // Throw if a rank above this one has failed in `what`, which this rank is still trying.
   void CheckOthers(const std::string& what);
+  template <typename Value>
+  std::vector<Value> OfAllRanks(const Value& mine, const std::string& what);
   void ConnectByNccl();
   bool HaveOwnBoards();
   void ConnectInsideHosts(const std::vector<int>& rail);

@@ -148,11 +148,27 @@ REGISTER_OP("HvpipeSubmit")
     .Output("token: int64")
     .SetShapeFn(tf::shape_inference::ScalarShape);
 
+DType EngineType(tf::DataType type) {
+  switch (type) {
+    case tf::DT_HALF:
+      return DType::kFloat16;
+    case tf::DT_BFLOAT16:
+      return DType::kBFloat16;
+    case tf::DT_DOUBLE:
+      return DType::kFloat64;
+    case tf::DT_INT8:
+      return DType::kInt8;
+    default:
+      return DType::kFloat32;
+  }
+}
+
 // After another hvpipe.init(), a bucket's number may belong to another model's plan.
-absl::Status TracedBefore(const BucketLayout& layout, int received) {
-  return absl::InvalidArgumentError("The step was traced before hvpipe.init(): its bucket should be " +
-                                    layout.name + " of " + std::to_string(layout.counts.size()) +
-                                    " gradients. Received: " + std::to_string(received));
+absl::Status TracedBefore(const BucketLayout& layout, std::size_t count, tf::DataType type) {
+  return absl::InvalidArgumentError(
+      "The step was traced before hvpipe.init(): its bucket should be " + layout.name + " of " +
+      std::to_string(layout.counts.size()) + " gradients, " + NameOf(layout.tensor_type) +
+      ". Received: " + std::to_string(count) + ", " + tf::DataTypeString(type));
 }
 
 class SubmitOp : public tf::OpKernel {
@@ -172,8 +188,10 @@ class SubmitOp : public tf::OpKernel {
       const BucketLayout& layout = engine->buckets().layout(plan_, bucket_);
       tf::OpInputList tensors;
       OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
-      OP_REQUIRES(context, static_cast<std::size_t>(tensors.size()) == layout.counts.size(),
-                  TracedBefore(layout, tensors.size()));
+      const auto number = static_cast<std::size_t>(tensors.size());
+      const tf::DataType type = context->input_dtype(1);
+      OP_REQUIRES(context, number == layout.counts.size() && EngineType(type) == layout.tensor_type,
+                  TracedBefore(layout, number, type));
       std::vector<const void*> pointers;
       for (int i = 0; i < tensors.size(); ++i) {
         OP_REQUIRES(
@@ -247,9 +265,8 @@ class SubmitRowsOp : public SubmitOp {
       const BucketLayout& layout = engine->buckets().layout(plan_, bucket_);
       const tf::Tensor &rows = context->input(1), &values = context->input(2);
       const auto count = static_cast<std::size_t>(rows.NumElements());
-      OP_REQUIRES(context, layout.row > 0,
-                  absl::InvalidArgumentError("The step was traced before hvpipe.init(): bucket " +
-                                             layout.name + " takes no rows. Received: rows of a table"));
+      OP_REQUIRES(context, layout.row > 0 && EngineType(values.dtype()) == layout.tensor_type,
+                  TracedBefore(layout, 1, values.dtype()));
       OP_REQUIRES(context, static_cast<std::size_t>(values.NumElements()) == count * layout.row,
                   SizeChanged(layout.name, values.shape()));
       engine->buckets().SubmitRows(plan_, bucket_, rows.flat<std::int64_t>().data(), count,
@@ -317,6 +334,11 @@ class CollectOp : public tf::AsyncOpKernel {
     (void)ending->MayBeCancelled();  // even then the sum is collected: the next step needs the bucket
     try {
       const auto engine = EngineOrThrow();
+      const absl::Status fits = Fits(engine->buckets().layout(plan, bucket), context);
+      if (!fits.ok()) {
+        if (ending->Take()) ending->End(fits);
+        return;
+      }
       engine->buckets().Collect(
           plan, bucket,
           // Copies, because a cancelled op may be gone before the sum is complete.
@@ -334,6 +356,14 @@ class CollectOp : public tf::AsyncOpKernel {
   }
 
  protected:
+  absl::Status Fits(const BucketLayout& layout, tf::OpKernelContext* context) const {
+    const tf::DataType type = context->expected_output_dtype(context->num_outputs() - 1);
+    bool fits = shapes_.size() == layout.counts.size() && EngineType(type) == layout.tensor_type;
+    for (std::size_t i = 0; fits && i < shapes_.size(); ++i)
+      fits = static_cast<std::size_t>(shapes_[i].num_elements()) == layout.counts[i];
+    return fits ? absl::Status() : TracedBefore(layout, shapes_.size(), type);
+  }
+
   // Runs when the sum is complete, maybe on the progress thread.
   void Finish(const std::shared_ptr<Engine>& engine, tf::OpKernelContext* context, const Error* error,
               const std::shared_ptr<Ending>& ending) const {
@@ -456,19 +486,6 @@ REGISTER_OP("HvpipeTakeMessage")
     .SetIsStateful()
     .SetShapeFn(tf::shape_inference::UnknownShape);
 
-DType EngineType(tf::DataType type) {
-  switch (type) {
-    case tf::DT_HALF:
-      return DType::kFloat16;
-    case tf::DT_BFLOAT16:
-      return DType::kBFloat16;
-    case tf::DT_DOUBLE:
-      return DType::kFloat64;
-    default:
-      return DType::kFloat32;
-  }
-}
-
 template <bool kOnGpu>
 class SendMessageOp : public tf::OpKernel {
  public:
@@ -518,7 +535,6 @@ REGISTER_KERNEL_BUILDER(
     Name("HvpipeTakeMessage").Device(tf::DEVICE_GPU).HostMemory("number").HostMemory("shape"),
     TakeMessageOp<true>);
 
-// Passes a value on and records the time for the trace.
 // 1, in host memory. TensorFlow neither folds nor moves it, so it comes when what it waits for is enqueued.
 REGISTER_OP("HvpipeOne").Output("one: int32").SetIsStateful().SetShapeFn(tf::shape_inference::ScalarShape);
 
@@ -534,6 +550,7 @@ class OneOp : public tf::OpKernel {
 REGISTER_KERNEL_BUILDER(Name("HvpipeOne").Device(tf::DEVICE_CPU), OneOp);
 REGISTER_KERNEL_BUILDER(Name("HvpipeOne").Device(tf::DEVICE_GPU).HostMemory("one"), OneOp);
 
+// Passes a value on and records the time for the trace.
 REGISTER_OP("HvpipeMark")
     .Input("value: T")
     .Attr("label: string")

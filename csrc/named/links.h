@@ -30,7 +30,7 @@ class SetLinks {
                              ReduceOp op) = 0;
   // Send to a partner, which sends as much to this rank.
   virtual void Exchange(const void* mine, void* theirs, std::size_t bytes, int partner) = 0;
-  // `rows[place]` rows of each place, in the order of places. `mine` may be where they belong in `all`.
+  // `rows[place]` rows of each place, in the order of places.
   virtual void AllGather(const void* mine, void* all, const std::vector<std::int64_t>& rows,
                          const TensorSpec& tensor) = 0;
   virtual void Broadcast(void* data, std::size_t bytes, int root) = 0;

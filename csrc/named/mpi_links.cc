@@ -91,19 +91,13 @@ class MpiSetLinks : public SetLinks {
 
   void AllGather(const void* mine, void* all, const std::vector<std::int64_t>& rows,
                  const TensorSpec& tensor) override {
-    const auto place = static_cast<std::size_t>(place_);
-    const std::size_t row_bytes = tensor.BytesOfRows(1);
     const std::int64_t all_rows = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
     if (std::max(all_rows, tensor.row_elements()) > kMostAtOnce)
-      return AllGatherByRank(mine, static_cast<char*>(all), rows, row_bytes);
+      return AllGatherByRank(mine, static_cast<char*>(all), rows, tensor.BytesOfRows(1));
     const RowType row(tensor);
     const std::vector<int> counts = AsCounts(rows);
-    const std::vector<int> starts = StartsOf(counts);
-    // MPI takes no buffer twice but by this name.
-    const bool in_place =
-        mine == static_cast<char*>(all) + static_cast<std::size_t>(starts[place]) * row_bytes;
-    HVPIPE_MPI(MPI_Allgatherv(in_place ? MPI_IN_PLACE : mine, counts[place], row.get(), all, counts.data(),
-                              starts.data(), row.get(), communicator_));
+    HVPIPE_MPI(MPI_Allgatherv(mine, counts[static_cast<std::size_t>(place_)], row.get(), all, counts.data(),
+                              StartsOf(counts).data(), row.get(), communicator_));
   }
 
   void Broadcast(void* data, std::size_t bytes, int root) override {
@@ -129,7 +123,7 @@ class MpiSetLinks : public SetLinks {
                        std::size_t row_bytes) {
     for (std::size_t rank = 0; rank < rows.size(); ++rank) {
       const std::size_t bytes = static_cast<std::size_t>(rows[rank]) * row_bytes;
-      if (rank == static_cast<std::size_t>(place_) && mine != all) std::memcpy(all, mine, bytes);
+      if (rank == static_cast<std::size_t>(place_)) std::memcpy(all, mine, bytes);
       Broadcast(all, bytes, static_cast<int>(rank));
       all += bytes;
     }

@@ -473,11 +473,15 @@ void NamedCalls::RunCollective(const Response& response, Call* call) {
       return;
     }
     case Kind::kRemoveSet: {
-      const std::lock_guard<std::mutex> lock(sets_mutex_);
-      const auto removed = sets_.find(response.number);
-      if (removed == sets_.end()) return;
-      removed->second->Free();
-      sets_.erase(removed);
+      std::shared_ptr<ProcessSet> removed;
+      {
+        const std::lock_guard<std::mutex> lock(sets_mutex_);
+        if (const auto found = sets_.find(response.number); found != sets_.end()) {
+          removed = std::move(found->second);
+          sets_.erase(found);
+        }
+      }
+      if (removed) removed->Free();  // without the lock: MPI may wait for the other ranks
       return;
     }
     case Kind::kBarrier:

@@ -20,6 +20,7 @@ namespace {
 constexpr std::size_t kOneRoundBytes = 16'384;
 constexpr double kShortestNapS = 5e-6, kLongestNapS = 200e-6;
 constexpr int kTag = 1;
+constexpr double kLeastBytesPerS = 1e6;  // of the slowest network, as in NamedCalls::InMpi
 
 // The sends and receives of one collective. An error cancels those that are under way, because their memory
 // belongs to the caller.
@@ -150,13 +151,13 @@ class SocketSetLinks : public SetLinks {
     Gather(mine, all, BytesOf(rows, tensor));
   }
 
-  // A binomial tree: each rank that has the data passes it on.
+  // A binomial tree: each rank that has the data passes it on. The others wait for as long as that may take.
   void Broadcast(void* data, std::size_t bytes, int root) override {
     const int after_root = (place_ - root + size()) % size();
     int distance = 1;
     while (distance <= after_root) distance *= 2;
     if (after_root > 0) {
-      Transfers transfers = Begin();
+      Transfers transfers(*mesh_, channel_, ranks_, limit_s_ + static_cast<double>(bytes) / kLeastBytesPerS);
       transfers.Receive(data, bytes, (after_root - distance / 2 + root) % size());
       transfers.Wait();
     }

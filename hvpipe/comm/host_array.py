@@ -21,7 +21,7 @@ _DTYPE_NAMES = {np.dtype(name): name for name in ("float32", "float64", "float16
 
 
 def host_array(array: Any) -> Array:
-    """Return a C-contiguous NumPy view, or copy, of an array in host memory.
+    """Return a C-contiguous, aligned NumPy view, or copy, of an array in host memory.
 
     Args:
         array: A NumPy array, an array that supports DLPack, or a nested sequence of numbers.
@@ -29,7 +29,8 @@ def host_array(array: Any) -> Array:
     Raises:
         HvpipeError: If the array is not in host memory or does not hold numbers.
     """
-    if type(array) is np.ndarray and array.flags.c_contiguous and not array.dtype.hasobject:
+    flags = array.flags if type(array) is np.ndarray else None
+    if flags is not None and flags.c_contiguous and flags.aligned and not array.dtype.hasobject:
         return array
     if isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, "__dlpack__"):
         found = np.asarray(array)
@@ -42,7 +43,7 @@ def host_array(array: Any) -> Array:
             ) from error
     if found.dtype.hasobject:
         raise HvpipeError(f"The array should hold numbers. Received: dtype={found.dtype}")
-    return np.ascontiguousarray(found).reshape(found.shape)
+    return np.require(found, requirements=("C", "A")).reshape(found.shape)
 
 
 def reducible_dtype(array: Array) -> str:
@@ -60,8 +61,9 @@ def check_output(out: Array, source: Array) -> Array:
         raise HvpipeError(f"{wanted}. Received: {type(out).__name__}")
     if out.shape != source.shape or out.dtype != source.dtype:
         raise HvpipeError(f"{wanted}. Received: {out.dtype}{list(out.shape)}")
-    if not (out.flags.c_contiguous and out.flags.writeable):
-        how = "read-only" if out.flags.c_contiguous else "not C-contiguous"
+    if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
+        how = "not C-contiguous" if not out.flags.c_contiguous else "read-only"
+        how = how if out.flags.aligned else "not aligned"
         raise HvpipeError(f"{wanted}. Received: an array that is {how}")
     return out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,10 +18,10 @@ BINDINGS = ("none", "core", "numa", "socket")
 _NAMING_HOSTS = frozenset(
     f"{dash}{name}" for dash in ("-", "--") for name in ("host", "hostfile", "machinefile", "hosts", "H", "f")
 )
-_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-_EXPORTED_PREFIXES = (
-    *("HVPIPE_", "HOROVOD_", "PYTHON", "TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "CUDA_", "NCCL_"),
-    *("TENSORFLOW_", "MALLOC_", "NVIDIA_", "UCX_"),
+# Variables that belong to one host, user session or process; ranks on other hosts keep theirs.
+_OF_ONE_HOST = re.compile(
+    "HOME|HOST|HOSTNAME|LOGNAME|USER|MAIL|SHELL|SHLVL|PWD|OLDPWD|TERM|DISPLAY|TMP|TEMP|TMPDIR|PS1|LS_COLORS|_"
+    "|.*(CUDA|NVIDIA)_VISIBLE_DEVICES|(XDG|SSH|DBUS|OMPI|OPAL|PRTE|PMIX|PMI|SLURM|PBS|LSB|LS|SGE|FLUX)_.*"
 )
 
 
@@ -37,11 +39,12 @@ class LaunchSpec:
         as_root: Whether the user is root.
         allocated: Whether a batch system has allocated hosts.
         bind: What ranks are bound to, one of BINDINGS.
-        rsh_agent: The program that reaches other hosts, instead of ssh.
+        rsh_agent: The command that reaches other hosts, instead of ssh.
         network: An interface or CIDR; then all data between hosts uses TCP on it.
         export: Environment variables that other hosts should get.
         launcher_args: More arguments for mpirun, which override hvpipe's own.
         elastic: Whether ranks go on after one of them was lost.
+        named_here: Whether `hosts` has this host only.
     """
 
     mpirun: Mpirun
@@ -57,6 +60,7 @@ class LaunchSpec:
     export: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
     elastic: bool = False
+    named_here: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -103,8 +107,8 @@ def mpirun_command(spec: LaunchSpec) -> list[str]:
 
 
 def exported_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the variables that ranks on other hosts should get."""
-    return tuple(sorted(name for name in environ if name in _EXPORTED or name.startswith(_EXPORTED_PREFIXES)))
+    """Return the names of the variables that ranks on other hosts should get: all but those of one host."""
+    return tuple(sorted(n for n in environ if re.fullmatch(r"[A-Za-z_]\w*", n) and not _OF_ONE_HOST.fullmatch(n)))
 
 
 def thread_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
@@ -113,7 +117,7 @@ def thread_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, s
     Without them every rank starts a thread per core. Nothing is set for other hosts, whose cores are unknown,
     or for bound ranks, which see only their own cores. The user's own settings stay as they are.
     """
-    if not spec.on_one_machine or spec.ranks == 1 or spec.bind != "none":
+    if not (spec.on_one_machine or spec.named_here) or spec.ranks == 1 or spec.bind != "none":
         return {}
     threads = str(max(1, spec.cores // spec.ranks))
     names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
@@ -135,6 +139,16 @@ def launcher_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str,
     if spec.mpirun.family == "Intel MPI":
         share = str(spec.cores // spec.ranks) if spec.bind == "core" and spec.on_one_machine else spec.bind
         settings |= {"I_MPI_PIN": "off"} if spec.bind == "none" else {"I_MPI_PIN_DOMAIN": share}
+    if words := shlex.split(spec.rsh_agent or "")[1:]:
+        if odd := [word for word in words if not word or " " in word]:
+            raise LaunchError(
+                f"{spec.mpirun.family} takes arguments of --rsh-agent apart at spaces: put them into a script. "
+                f"Received: the argument {odd[0]!r}"
+            )
+        name = "HYDRA_LAUNCHER_EXTRA_ARGS"
+        if spec.mpirun.family == "Intel MPI":
+            name = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
+        settings[name] = " ".join(words)
     settings = {name: value for name, value in settings.items() if name not in environ}
     return {**settings, "SLURM_MPI_TYPE": "none"} if spec.allocated else settings
 
@@ -196,7 +210,7 @@ def _hydra_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
         share = f":{spec.cores // spec.ranks}" if spec.bind == "core" and spec.on_one_machine else ""
         flags.append(("-bind-to", spec.bind + share))
     if spec.rsh_agent is not None:
-        flags += [("-launcher", "rsh"), ("-launcher-exec", spec.rsh_agent)]
+        flags += [("-launcher", "rsh"), ("-launcher-exec", shlex.split(spec.rsh_agent)[0])]
     if spec.network is not None:
         if "/" in spec.network:
             raise LaunchError(

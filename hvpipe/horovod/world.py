@@ -16,6 +16,9 @@ from hvpipe.keras.collectives.process_sets import (
     remove_process_set,
 )
 
+from hvpipe.keras.resize import on_resize
+from hvpipe.session import Resize
+
 logger = logging.getLogger("hvpipe")
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
@@ -50,6 +53,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         return
     for process_set in process_sets:
         _process_sets.append(add_process_set(process_set))
+
+
+@on_resize
+def _learn_layout(change: Resize) -> None:
+    world = session.current().world
+    if _layout:
+        _layout[:] = session.current().engine.allgather_object((world.local_rank, world.local_size))
 
 
 def shutdown() -> None:

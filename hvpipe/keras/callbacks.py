@@ -13,7 +13,7 @@ import numpy as np
 from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import metrics_by_log
-from hvpipe.keras.initial_state import broadcast_model, without_xla
+from hvpipe.keras.initial_state import broadcast_model, shared_slots, without_xla
 from hvpipe.session import Session, current
 
 _NUMBER = re.compile(r"(\d+)")
@@ -59,7 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             )
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
-        broadcast_model(self.model, self.model.optimizer.variables, self.root_rank)
+        broadcast_model(self.model, shared_slots(self.model.optimizer), self.root_rank)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -236,7 +236,5 @@ def stops_at_batches(callback: Any) -> bool:
 def _runs_users_code_at_batches(callback: Any) -> bool:
     if any(hook in vars(callback) for hook in _BATCH_HOOKS):
         return True
-    kind, base = type(callback), keras.callbacks.Callback
-    if kind.__module__.startswith("keras."):
-        return False
-    return any(getattr(kind, hook) is not getattr(base, hook) for hook in _BATCH_HOOKS)
+    hooks = (getattr(type(callback), hook) for hook in _BATCH_HOOKS)  # of a subclass, perhaps Keras' own
+    return any(not str(getattr(hook, "__module__", "")).startswith("keras.") for hook in hooks)

@@ -42,8 +42,9 @@ from keras.src.utils.naming import to_snake_case
 #   to_snake_case        Keras' default names; names of layers that are equal on all ranks
 __all__ = ["Cast", "CompileLoss", "Functional", "SerializableDict", "SymbolicArguments"]
 __all__ += ["compute_output_spec", "get_keras_mask", "global_seed_generator", "set_keras_mask"]
-__all__ += ["to_snake_case"]
+__all__ += ["SWAPPED", "to_snake_case"]
 
+SWAPPED = "_ema_weights_in_model"  # what SwapEMAWeights remembers; resuming
 _CACHED = "_use_cached_eval_dataset"  # `Trainer.fit` passes it to `evaluate`; validation data after a loss
 
 
@@ -72,6 +73,11 @@ def replace_moments(layer: Any, stand_in: Callable[[Any, Any], tuple[Any, Any]])
     `data_parallel(sync_batch_norm=True)` needs it.
     """
     layer._moments = stand_in
+
+
+def restore_moments(layer: Any) -> None:
+    """Undo `replace_moments`."""
+    vars(layer).pop("_moments", None)
 
 
 def has_keras_moments(layer: Any) -> bool:

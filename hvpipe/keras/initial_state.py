@@ -61,7 +61,6 @@ def start_equal(session: Session, model: Any, batch: Any) -> None:
     build_state(model, batch)
     check_same_variables(session, model.trainable_variables)
     broadcast_model(model, model.optimizer.variables)
-    _warn_of_own_batches(session, model)
 
 
 def build_state(model: Any, batch: Any) -> None:
@@ -93,7 +92,8 @@ def settle(model: Any) -> None:
         model.test_function = model.predict_function = None
 
 
-def _warn_of_own_batches(session: Session, model: Any) -> None:
+def warn_of_own_batches(session: Session, model: Any) -> None:
+    """Warn of layers that ask for the statistics of all ranks' batches, and do not get them."""
     asking = [
         layer.name
         for layer in layers_in(model)
@@ -139,6 +139,19 @@ def shared_slots(optimizer: Any) -> list[Any]:
     """Return the optimizer's variables that are equal on all ranks: without accumulated gradients."""
     listed = [v for v in optimizer.variables if not v.name.endswith("gradient_accumulator")]
     return [*listed, *unlisted_variables(optimizer).values()]
+
+
+def other_optimizers(model: Any) -> dict[str, Any]:
+    """Return the optimizers that a model and its layers hold beside the compiled one, by name.
+
+    A `train_step` with several optimizers has them there.
+    """
+    return {
+        f"{place}.{name}": value
+        for place, layer in enumerate(layers_in(model))
+        for name, value in sorted(vars(layer).items(), key=lambda item: item[0])
+        if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
+    }
 
 
 def _checksum(variables: Sequence[Any]) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvpipe.errors import MismatchError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.plan.buckets import cut_buckets
 from hvpipe.session import Session, current
 
@@ -32,6 +32,16 @@ def name_of(variable: Any) -> str:
     Those numbers differ if one rank has made more layers before, for example for another model.
     """
     return re.sub(r"_\d+(?=[/:]|$)", "", str(getattr(variable, "path", None) or variable.name))
+
+
+def check_not_overwritten(variables: Sequence[Any], adds: str) -> None:
+    """Raise HvpipeError if `adds` would add up gradients that are new values (`overwrite_with_gradient`)."""
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise HvpipeError(
+                f"{adds} adds gradients up, but those of float8 layers are the new values of their scales: "
+                f"use another dtype policy. Received: variable {name_of(variable)}"
+            )
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:

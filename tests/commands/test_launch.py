@@ -221,6 +221,7 @@ def test_ranks_share_the_cores_of_a_host() -> None:
     assert thread_settings(SPEC, {}) == both
     assert thread_settings(SPEC, {"OMP_NUM_THREADS": "3"}) == {"TF_NUM_INTRAOP_THREADS": "4"}
     assert set(thread_settings(replace(SPEC, ranks=16), {}).values()) == {"1"}
+    assert thread_settings(replace(SPEC, hosts=HOSTS[:1], named_here=True), {}) == both
 
 
 @pytest.mark.parametrize(
@@ -239,16 +240,20 @@ def test_thread_settings_are_left_alone(spec: LaunchSpec) -> None:
 def test_variables_exported_to_other_hosts() -> None:
     environ = dict.fromkeys(
         [
-            "PATH",
-            "PYTHONPATH",
-            "HVPIPE_TRACE",
-            "TF_X",
-            "HOROVOD_TIMELINE",
-            "HOME",
-            "OMPI_COMM_WORLD_RANK",
-            "SECRET",
-            "PS1",
+            *("PATH", "HVPIPE_TRACE", "DATA_DIR", "CUDA_DEVICE_ORDER"),
+            *("HOME", "_", "SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "CUDA_VISIBLE_DEVICES", "BASH_FUNC_a%%"),
         ],
         "x",
     )
-    assert exported_names(environ) == ("HOROVOD_TIMELINE", "HVPIPE_TRACE", "PATH", "PYTHONPATH", "TF_X")
+    assert exported_names(environ) == ("CUDA_DEVICE_ORDER", "DATA_DIR", "HVPIPE_TRACE", "PATH")
+
+
+def test_arguments_of_an_agent_are_settings_of_hydra() -> None:
+    """Regression: Hydra took the whole command for the name of a program."""
+    spec = replace(SPEC, mpirun=MPICH, hosts=HOSTS, rsh_agent="/ssh -p 22")
+    assert "-launcher-exec /ssh -bind" in words(spec) or "-launcher-exec /ssh python" in words(spec)
+    assert launcher_settings(spec, {}) == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-p 22"}
+    intel = launcher_settings(replace(spec, mpirun=INTEL), {})
+    assert intel["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] == "-p 22"
+    with pytest.raises(LaunchError, match="Received: the argument 'a b'"):
+        launcher_settings(replace(spec, rsh_agent="/ssh -i 'a b'"), {})

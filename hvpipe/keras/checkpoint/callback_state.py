@@ -8,12 +8,14 @@ from typing import Any
 import keras
 
 from hvpipe.keras.checkpoint.model_check import as_variable
+from hvpipe.keras.compat import SWAPPED
 
-# The numbers that Keras's own callbacks keep, None or a number each.
+# What Keras's own callbacks keep, None, a flag or a number each.
 _NUMBERS = {
     "EarlyStopping": ("best", "best_epoch", "stopped_epoch", "wait"),
     "ModelCheckpoint": ("best",),
     "ReduceLROnPlateau": ("best", "cooldown_counter", "wait"),
+    "SwapEMAWeights": (SWAPPED,),
 }
 _WEIGHTS = "own/callbacks/{}/best_weights/"
 

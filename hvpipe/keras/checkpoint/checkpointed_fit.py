@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import tensorflow as tf
 
 from hvpipe.checkpoints import folder as folders
 from hvpipe.checkpoints.every import Every
@@ -64,7 +67,8 @@ class CheckpointedFit:
         self._saved_step = self._step = 0
         self._epoch = self._batch = 0
         self._first_epoch: int | None = None  # of the first `fit`, once it is known
-        self._data_ended = self._within = False  # of this epoch; whether a callback has stopped within it
+        # Of this epoch; whether a callback has stopped before its end; whether the rest of it can be resumed.
+        self._data_ended = self._early = self._within = False
         # Samples that no running rank counts: those before this process began, and those of lost ranks.
         self._earlier_samples = 0.0
         self._epoch_samples = 0.0
@@ -272,7 +276,8 @@ class CheckpointedFit:
                         f"Received: {str(folder)!r}, where this rank does not see rank 0's file"
                     )
                 time.sleep(0.05)
-                folder.exists()
+                with contextlib.suppress(OSError):
+                    os.listdir(folder.parent)  # asks an NFS server for folders that were missing before
 
         what = f"opening the checkpoints in {folder}"
         on_all_ranks(session, what, make)
@@ -325,8 +330,9 @@ class CheckpointedFit:
         self._updates_before = None if self._replicas is None else self._replicas.updates
         try:
             logs = self._inner(iterator)
-        except StopIteration:
+        except (StopIteration, tf.errors.OutOfRangeError):
             self._data_ended = True
+            self._length = self._length or self._batch
             self.leave_steps()
             raise
         self._updates_before = None
@@ -358,8 +364,9 @@ class CheckpointedFit:
             self._resume.end_epoch()
             self._resume = None
         # A callback that stops within an epoch, before a time limit, leaves the rest of it to the next start.
-        stopped = self._model.stop_training and not self._data_ended and not self._session.settings.elastic
-        within = stopped and self._length is not None and 0 < self._batch < self._length
+        stopped = self._model.stop_training and not self._data_ended
+        self._early = stopped and 0 < self._batch and (self._length is None or self._batch < self._length)
+        within = self._early and not self._session.settings.elastic
         self._within, self._data_ended = within, False
         if not within:
             self._reading = replace(self._reading, skipped=0, source=None)
@@ -398,7 +405,7 @@ class CheckpointedFit:
                 epoch_samples=round(in_epoch + (self._epoch_samples if first else 0)),
                 notes={
                     "callbacks": callback_notes(self._others),
-                    "stopped": self._batch == 0 and bool(self._model.stop_training),
+                    "stopped": self._batch == 0 and bool(self._model.stop_training) and not self._early,
                     "ranks": self._ranks_before or self._world.size,
                     FIRST_EPOCH: self._first_epoch or 0,
                     WITHIN: self._within,
@@ -460,5 +467,6 @@ class _Agreement:
         return found
 
     def gather(self, value: str | None) -> list[str | None]:
-        """Return the values of all ranks, in rank order."""
+        """Return the values of all ranks, in rank order. Some may be reading large files until now."""
+        self._session.agree_patiently("checking the checkpoint")
         return self._session.engine.allgather_object(value)

@@ -4,6 +4,8 @@ weights/3, optimizer/5      shared: rank 0's file has them
 pending/0                   with overlap="stale": the sum that the next step updates with
 own/weights/7               statistics, which each rank computes from its own data
 own/optimizer/9             gradients that are accumulated but not reduced
+optimizers/0.other/5        of other optimizers, for a train_step with several; own/optimizers/ as above
+own/states/1                of recurrent layers with stateful=True
 own/metrics/0               the metrics of the epoch so far
 own/compression/error/3     what compressed gradients have left out so far
 own/compression/memory/3    what the next step compresses by
@@ -22,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -32,15 +35,16 @@ from hvpipe.keras.checkpoint.data_position import epochs_read, has_metrics
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind, check_variables, described, of_type
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
-from hvpipe.keras.compat import unlisted_variables
+from hvpipe.keras.compat import layers_in, unlisted_variables
 from hvpipe.keras.data_parallel.model import DataParallel
 from hvpipe.keras.fit_call import FitCall
-from hvpipe.keras.initial_state import build_state, is_built, settle
+from hvpipe.keras.initial_state import build_state, is_built, other_optimizers, settle, shared_slots
 from hvpipe.keras.variables import broadcast_variables
 
 _COUNTED, _STEPS, _PENDING = "own/counted", "own/steps", "pending/"
 _OWN_WEIGHTS, _ROUND = "own/weights/", "own/round/"
 _COMPRESSION = "own/compression/"
+_OTHERS, _RECURRENT = "optimizers/", "own/states/"
 
 
 class DataParallelState:
@@ -124,7 +128,11 @@ class DataParallelState:
         found = {f"weights/{i}": v for i, v in enumerate(self.model.variables) if id(v) not in own}
         optimizer = enumerate(self.model.optimizer.variables)
         found |= {f"optimizer/{i}": v for i, v in optimizer if id(v) in slots}
-        return found | {f"optimizer/{n}": v for n, v in unlisted_variables(self.model.optimizer).items()}
+        found |= {f"optimizer/{n}": v for n, v in unlisted_variables(self.model.optimizer).items()}
+        for name, other in other_optimizers(self.model).items():
+            if other.built:
+                found |= {f"{_OTHERS}{name}/{i}": v for i, v in enumerate(shared_slots(other))}
+        return found
 
     def own(self) -> dict[str, Any]:
         """Return the variables that differ between ranks, by name."""
@@ -132,7 +140,10 @@ class DataParallelState:
         found = {f"{OWN}weights/{i}": v for i, v in enumerate(self.model.variables) if id(v) not in shared}
         optimizer = enumerate(self.model.optimizer.variables)
         found |= {f"{OWN}optimizer/{i}": v for i, v in optimizer if id(v) not in shared}
-        return found
+        for name, other in other_optimizers(self.model).items():
+            slots = enumerate(other.variables if other.built else ())
+            found |= {f"{OWN}{_OTHERS}{name}/{i}": v for i, v in slots if id(v) not in shared}
+        return found | {f"{_RECURRENT}{i}": v for i, v in enumerate(_recurrent_states(self.model))}
 
     def metrics(self) -> dict[str, Any]:
         """Return the variables of metrics, by name."""
@@ -144,11 +155,13 @@ class DataParallelState:
         """Return the variables and the optimizer that a model must have to resume, as JSON."""
         # Older checkpoints lack the others.
         unlisted = set(map(id, unlisted_variables(self.model.optimizer).values()))
-        listed = {name: v for name, v in self.shared().items() if id(v) not in unlisted}
+        newer = (_OTHERS, f"{OWN}{_OTHERS}", _RECURRENT)
+        every = {**self.shared(), **self.own()}
+        listed = {n: v for n, v in every.items() if id(v) not in unlisted and not n.startswith(newer)}
         return {
             "name": self.model.name,
             "optimizer": type(self.model.optimizer).__name__,
-            "variables": described({**listed, **self.own()}),
+            "variables": described(listed),
         }
 
     def to_write(self) -> dict[str, Any]:
@@ -238,6 +251,7 @@ class RestoredDataParallel:
         state = self._state
         check_variables(state.description()["variables"], self._manifest.model["variables"])
         variables = state.shared()
+        _check_others(state.model, variables, self._manifest)
         if state.is_local and self._manifest.ranks != state.session.world.size:
             # Averages of ranks that were there.
             variables |= {name: v for name, v in state.own().items() if name.startswith(_OWN_WEIGHTS)}
@@ -272,6 +286,24 @@ class RestoredDataParallel:
     def drop(self) -> None:
         """Free the values."""
         self._shared, self._own = {}, {}
+
+
+def _recurrent_states(model: Any) -> list[Any]:
+    recurrent = [layer for layer in layers_in(model) if isinstance(layer, keras.layers.RNN)]
+    states = [keras.tree.flatten(layer.states) for layer in recurrent if layer.stateful and layer.built]
+    return [state for each in states for state in each if state is not None]
+
+
+def _check_others(model: Any, variables: Mapping[str, Any], manifest: Manifest) -> None:
+    """Raise HvpipeError if a checkpoint has the state of another optimizer, which does not exist yet."""
+    there = {name for name in manifest.parts[0].names if name.startswith(_OTHERS)}
+    if missing := sorted(there - set(variables)):
+        name = missing[0].split("/")[1].partition(".")[2]
+        raise HvpipeError(
+            f"The checkpoint has the state of the optimizer in the attribute {name!r}, beside the compiled "
+            f"one: build it before fit, for example by model.{name}.build(variables). Received: an optimizer "
+            f"that is not built for as many variables, in model {model.name}"
+        )
 
 
 def _own_values(place: Path, part: RankPart) -> dict[str, Any]:

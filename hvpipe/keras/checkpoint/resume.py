@@ -86,6 +86,7 @@ class Resume:
             session,
             f"reading the checkpoint {self._place}",
             lambda: self._state.read(self._place, self._manifest),
+            patiently=True,
         )
         set_initial_epoch(self._model, max(position.epoch, epochs) if stopped else position.epoch)
         if self._built:
@@ -148,6 +149,7 @@ class Resume:
                 reading,
                 int(self._model.steps_per_execution),
             ),
+            patiently=True,
         )
 
     def skips(self, steps: int) -> bool:

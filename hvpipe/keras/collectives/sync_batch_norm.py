@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvpipe.keras.collectives.ops import OPS, allreduce
-from hvpipe.keras.compat import layers_in, own_moments, replace_moments
+from hvpipe.keras.compat import layers_in, own_moments, replace_moments, restore_moments
 from hvpipe.session import current
 
 
@@ -83,6 +83,13 @@ def normalise_over_ranks(model: Any) -> None:
     for layer in layers_in(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             replace_moments(layer, functools.partial(_synchronized_moments, layer))
+
+
+def normalise_alone(model: Any) -> None:
+    """Undo `normalise_over_ranks`."""
+    for layer in layers_in(model):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            restore_moments(layer)
 
 
 def _synchronized_moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvpipe.keras.compat import gradient_accumulators, step_count
 from hvpipe.keras.data_parallel.overlap import Buckets
-from hvpipe.keras.variables import native
+from hvpipe.keras.variables import check_not_overwritten, native
 
 
 def accumulate(
@@ -30,8 +30,12 @@ def accumulate(
         gradients: This micro-step's, a dense tensor for each of these variables.
         samples: This rank's samples in the micro-step (scalar).
         reduce_and_update: Called with accumulated gradients and their factor, at the last micro-step.
+
+    Raises:
+        HvpipeError: For variables of float8 layers, whose gradients have no sum.
     """
     reducer, variables = buckets.reducer, buckets.reducer.variables
+    check_not_overwritten(variables, "An optimizer with gradient_accumulation_steps")
     # `iterations` would count updates.
     with tf.control_dependencies([samples]):
         boundary = tf.equal(

@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.arguments import by_name, takes
 from hvpipe.keras.callbacks import average_logs, means_in_logs, reads_at_batches, stop_together
-from hvpipe.keras.collectives.sync_batch_norm import normalise_over_ranks
+from hvpipe.keras.collectives.sync_batch_norm import normalise_alone
 from hvpipe.keras.compat import (
     check_compiled,
     epochs_enumerated,
@@ -37,7 +37,7 @@ from hvpipe.keras.data_parallel.elastic import check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
 from hvpipe.keras.data_parallel.local_rounds import RoundOptions, check_local, check_no_rounds, round_options
 from hvpipe.keras.data_parallel.nonfinite import chosen_policy
-from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named
+from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named, parts_of
 from hvpipe.keras.data_parallel.shards import same_length, sharded_anew, source_of
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.data_parallel.verify import chosen_interval
@@ -188,12 +188,12 @@ def data_parallel(
     nonfinite = chosen_policy(session, nonfinite)
     if not mode.reduces_gradients:
         check_local(nonfinite, verify_every, sync_batch_norm)
-    if sync_batch_norm:
-        normalise_over_ranks(model)
     methods = InstanceMethods(model)
     options = ReduceOptions(compression, bucket_bytes, nonfinite=nonfinite)
     overlap_options = OverlapOptions(warmup_steps, rounds)
-    steps = TrainSteps(session, model, methods, mode, overlap_options, options, verify_every)
+    steps = TrainSteps(
+        session, model, methods, mode, overlap_options, options, verify_every, sync_batch_norm
+    )
     DataParallel(model, methods, steps).attach()
     return model
 
@@ -212,7 +212,7 @@ class DataParallel:
         self.model = model
         self.steps = steps
         self.fit_call = FitCall()
-        """The `fit` that runs, or the last one."""
+        """The `fit` that runs."""
         self._methods = methods
         self._set = False  # whether the model's methods have set weights since the ranks last compared them
         self._means: dict[str, tuple[float, float]] | None = None  # of the epoch, from its validation on
@@ -252,6 +252,7 @@ class DataParallel:
         """Restore the model's own methods."""
         self.steps.unhook()
         self._methods.restore()
+        normalise_alone(self.model)
         vars(self.model).pop("_hvpipe", None)
         self.model.train_function = None
         self.model.test_function = None
@@ -290,8 +291,7 @@ class DataParallel:
 
     def _sum_of_rates(self) -> float:
         """Return the sum of the learning rates that callbacks can set. Schedules have none."""
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        rates = map(learning_rate_variable, getattr(optimizer, "optimizers", [optimizer]))
+        rates = map(learning_rate_variable, parts_of(self.model.optimizer))
         return sum(float(rate.numpy()) for rate in rates if isinstance(rate, keras.Variable))
 
     def _take_rank_0s_if_set(self, anywhere: Sequence[float], when: str) -> None:
@@ -367,6 +367,8 @@ class DataParallel:
             with contextlib.suppress(Exception):
                 self.steps.flush()
             raise
+        finally:
+            self.fit_call = FitCall()  # whose data and callbacks may be large
 
     @contextlib.contextmanager
     def _elastic_epochs(self) -> Iterator[None]:
@@ -400,8 +402,11 @@ class DataParallel:
         listed = getattr(given["callbacks"], "callbacks", given["callbacks"])
         self.fit_call = FitCall(given.get("x"), given.get("steps_per_epoch"), tuple(listed))
         self.steps.train_counter.restart()
-        with running(listed):
-            return own(**given)
+        try:
+            with running(listed):
+                return own(**given)
+        finally:
+            self.fit_call = FitCall()
 
     def _with_own_callbacks(self, callbacks: Any) -> Any:
         """Return the callbacks of a `fit` with ours around them; collective."""

@@ -17,8 +17,8 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.compat import trained_variables
-from hvpipe.keras.variables import name_of
+from hvpipe.keras.compat import gradient_accumulators, step_count, trained_variables
+from hvpipe.keras.variables import name_of, native
 from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
@@ -169,7 +169,20 @@ def guarded_alone(policy: str, model: Any, inner: Callable[..., Any]) -> Callabl
         def update() -> None:
             type(optimizer).apply(optimizer, grads, trainable_variables)
 
-        guard.if_finite(0, trained, gradients, update)
+        def skip() -> None:
+            if optimizer.gradient_accumulation_steps:
+                for accumulator in accumulators:
+                    accumulator.assign(tf.zeros_like(accumulator))
+                step_count(optimizer).assign_add(1)
+
+        accumulators: list[Any] = []
+        if optimizer.gradient_accumulation_steps:  # look at the sum that updates, as several ranks do
+            accumulators = [native(each) for each in gradient_accumulators(optimizer, trained)]
+            every = int(optimizer.gradient_accumulation_steps)
+            updates = tf.equal((native(step_count(optimizer)) + 1) % every, 0)
+            sums = [g + a.read_value() for g, a in zip(gradients, accumulators, strict=True)]
+            gradients = [tf.where(updates, total, tf.zeros_like(total)) for total in sums]
+        guard.if_finite(0, trained, gradients, update, skip)
 
     optimizer.apply = apply
     steps = 0

@@ -286,11 +286,17 @@ class LocalOverlap(Overlap):
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise HvpipeError if the optimizer averages weights (use_ema): each rank would average its own."""
-        if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
+        if any(part.use_ema for part in parts_of(optimizer)):
             raise HvpipeError(
                 'overlap="local" needs an optimizer without use_ema: each rank would average its own '
                 f"weights. Received: an optimizer {optimizer.name} with use_ema=True"
             )
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers inside a MultiOptimizer, or the optimizer itself, without its loss scale."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "optimizers", [inner]))
 
 
 def _sum_of(variable: Any, total: Any) -> Any:

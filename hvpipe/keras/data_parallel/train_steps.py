@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.collectives.sync_batch_norm import normalise_over_ranks
 from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, tables_of
 from hvpipe.keras.data_parallel.compressed_reduce import check_compressible
@@ -28,7 +29,7 @@ from hvpipe.keras.data_parallel.step_findings import StepFindings
 from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
 from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, verify_equal
 from hvpipe.keras.gpu import on_the_host
-from hvpipe.keras.initial_state import build_state, start_equal, without_xla
+from hvpipe.keras.initial_state import build_state, start_equal, warn_of_own_batches, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.variables import identity
 from hvpipe.plan.compression import compression_named
@@ -50,6 +51,7 @@ class TrainSteps:
         overlap_options: What only some modes use. `warmup_steps` also delays int8 and PowerSGD.
         options: How gradients are cut into buckets and sent.
         verify_every: After how many steps to compare weights over ranks; 0: never.
+        sync_batch_norm: Whether BatchNormalization layers normalise by the batches of all ranks.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class TrainSteps:
         overlap_options: OverlapOptions,
         options: ReduceOptions,
         verify_every: int = 0,
+        sync_batch_norm: bool = False,
     ) -> None:
         self.session = session
         self.model = model
@@ -89,6 +92,8 @@ class TrainSteps:
         self._steps_run = 0  # those before a resume included
         self._steps_before = 0  # a resume
         self._verify_every = verify_every
+        self._sync_batch_norm = sync_batch_norm
+        self._guarded: Any = None  # the optimizer of a single rank whose `apply` has a guard
         session.sample_counters.append(self.train_counter)
         survives = session.settings.elastic and session.world.size > 1
         self.elastic = Elastic(session, model, self) if survives else None
@@ -191,6 +196,8 @@ class TrainSteps:
         self._run_pending()
         if self._hook is not None:
             self._hook.unhook()
+        if self._guarded is not None:
+            vars(self._guarded).pop("apply", None)
 
     def refuse_outside(self) -> None:
         """Let the model's optimizer refuse updates until the first step hooks it.
@@ -231,7 +238,11 @@ class TrainSteps:
     @property
     def updates_piecewise(self) -> bool:
         """Whether an update may be half applied when a rank is lost."""
-        return self.overlap.updates_in_next_step and not self.model.run_eagerly
+        return self.overlap.updates_in_next_step and not self._is_eager
+
+    @property
+    def _is_eager(self) -> bool:
+        return bool(self.model.run_eagerly or tf.config.functions_run_eagerly())
 
     def updates(self) -> Any:
         """Return how many deferred updates are complete (scalar); None if none is left to the next step."""
@@ -331,6 +342,7 @@ class TrainSteps:
         """Return the train function of a single rank, which only needs a guard, if any."""
         if self._options.nonfinite == "ignore":
             return inner
+        self._guarded = self.model.optimizer
         return guarded_alone(self._options.nonfinite, self.model, inner)
 
     def _run(self, function: Callable[..., Any], iterator: Any) -> Any:
@@ -392,6 +404,9 @@ class TrainSteps:
             build_state(self.model, batch)
             return
         start_equal(self.session, self.model, batch)
+        if self._sync_batch_norm:  # only now do all layers exist
+            normalise_over_ranks(self.model)
+        warn_of_own_batches(self.session, self.model)
         self._hook_optimizer(self._expected_variables())
         self.ready = True
         self._times_prepared += 1
@@ -450,8 +465,7 @@ class TrainSteps:
             )
         self._check_rounds()
         # Eager steps have no graph to move an update into. The weights are the same.
-        eager = self.overlap.updates_in_next_step and self.model.run_eagerly
-        overlap = BackwardOverlap if eager else self.overlap
+        overlap = BackwardOverlap if self._is_eager and self.overlap.updates_in_next_step else self.overlap
         check_compressible(self.model.optimizer, self._options.compression)
         self._compresses = self._compression is not None and not self._warms_up()
         exact = self._compression is not None and not self._compresses

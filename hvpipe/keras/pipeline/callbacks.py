@@ -35,8 +35,9 @@ def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
 
     Raises:
         HvpipeError: A callback would write its own files from every rank.
-        MismatchError: Only some ranks have a ModelCheckpoint.
+        MismatchError: Only some ranks have a callback that saves or sets weights.
     """
+    restoring, averaging = 0, 0
     folders = []
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -52,15 +53,24 @@ def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
                     f"folder name. Received: filepath={callback.filepath!r}"
                 )
             folders.append(folder)
-    counts = session.engine.agree("callbacks that save the model", float(len(folders)))
-    other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
-    if other is not None:
-        raise MismatchError(
-            "All ranks save a model together: give ModelCheckpoint to all of them. Rank 0 writes the file. "
-            f"Received: {counts[0]:.0f} on rank 0 and {counts[other]:.0f} on rank {other}"
-        )
+        if isinstance(callback, keras.callbacks.EarlyStopping):
+            restoring += bool(callback.restore_best_weights)
+        averaging += isinstance(callback, keras.callbacks.SwapEMAWeights)
+    _check_same(session, "save a model", "ModelCheckpoint", len(folders))
+    _check_same(session, "restore weights", "EarlyStopping(restore_best_weights=True)", restoring)
+    _check_same(session, "swap weights", "SwapEMAWeights", averaging)
     if folders:
         on_all_ranks(session, "making the folders of ModelCheckpoint", lambda: _make(session, folders))
+
+
+def _check_same(session: Session, what: str, name: str, count: int) -> None:
+    counts = session.engine.agree(f"callbacks that {what}", float(count))
+    other = next((rank for rank, each in enumerate(counts) if each != counts[0]), None)
+    if other is not None:
+        raise MismatchError(
+            f"All ranks of a pipeline {what} together, each for its stages: give {name} to all of them. "
+            f"Received: {counts[0]:.0f} on rank 0 and {counts[other]:.0f} on rank {other}"
+        )
 
 
 def without_duplicates(

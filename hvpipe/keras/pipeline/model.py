@@ -56,6 +56,7 @@ from hvpipe.keras.pipeline.step_checks import StepChecks, step_checks
 from hvpipe.keras.pipeline.step_undo import StepUndo
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.keras.supported import described_type, of_keras_2
+from hvpipe.keras.variables import check_not_overwritten
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.session import Session, current
 from hvpipe.specs.cluster import Cluster
@@ -141,6 +142,7 @@ def pipeline_parallel(
     check_open_batch_size(graph)
     check_time_distributed(graph)
     check_dense_inputs(functional_of(model))
+    check_not_overwritten(model.trainable_variables, "A pipeline")
     options = PipelineOptions(stages, replicas, microbatches, schedule, chunks, recompute, profile, cluster)
     plan, ranks = plan_for(session, graph, options)
     layout = layout_of(graph, plan, ranks)
@@ -193,7 +195,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
             session, model, layout, shared, recomputes, channel, samples, checks, undo
         )
         self.fit_call = FitCall()
-        """The `fit` that runs, or the last one."""
+        """The `fit` that runs."""
         self.samples_trained = 0
         """Samples of all steps, of the whole pipeline."""
         self._forget_compiled()
@@ -301,8 +303,11 @@ class PipelineParallel(PipelineSaving, keras.Model):
         first = AverageStatistics(session, self._context.shared)
         named["callbacks"] = [first, *mine, stop_together(session, callbacks)]
         self.fit_call = FitCall(named.get("x"), named.get("steps_per_epoch"), tuple(mine))
-        with running(mine), leaving_after_loss(session, mine):
-            return super().fit(**named)
+        try:
+            with running(mine), leaving_after_loss(session, mine):
+                return super().fit(**named)
+        finally:
+            self.fit_call = FitCall()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Return loss and metrics in inference mode, as keras.Model.evaluate does; on all ranks together.

@@ -12,13 +12,16 @@ from hvpipe.session import Session
 Result = TypeVar("Result")
 
 
-def on_all_ranks(session: Session, what: str, action: Callable[[], Result]) -> Result:
+def on_all_ranks(
+    session: Session, what: str, action: Callable[[], Result], *, patiently: bool = False
+) -> Result:
     """Call `action` on every rank and return its result; collective.
 
     Args:
         session: The session.
         what: Names the action in the error.
         action: This rank's action.
+        patiently: Whether it may take longer than other waits for a rank.
 
     Returns:
         This rank's result.
@@ -31,6 +34,8 @@ def on_all_ranks(session: Session, what: str, action: Callable[[], Result]) -> R
         result = action()
     except Exception as raised:
         error = raised
+    if patiently:
+        session.agree_patiently(what)
     reasons = session.engine.allgather_object(None if error is None else _reason(error))
     for rank, reason in enumerate(reasons):
         if reason is not None:

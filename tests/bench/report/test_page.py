@@ -107,7 +107,7 @@ def test_cores_and_gpu_use_of_every_rank_are_in_the_report() -> None:
     text = " ".join(Page(page(outcome(Round(case("horovod", task=task), 0, ranks)))).text.split())
     assert "0.95 / 0.50" in text
     assert "batch 8 a rank, 4 threads an operation, 1 round of 3 + 8 steps, seed 20" in text
-    assert "first step gpu pcie sent, MB/s GPU kept busy, % horovod 1 s" in text
+    assert "first step GPU PCIe sent, MB/s GPU busy, % horovod 1 s" in text
     assert "5 / ? 25 / ?" in text
 
 

@@ -133,6 +133,8 @@ def test_arrays_of_any_kind() -> None:
     frozen.flags.writeable = False
     np.testing.assert_array_equal(hvpipe.allreduce(frozen, op="sum"), base * size)
     np.testing.assert_array_equal(hvpipe.allreduce(base[:, ::2], op="sum"), base[:, ::2] * size)
+    odd = np.frombuffer(b"." + base.tobytes(), base.dtype, base.size, 1)  # at an address that is odd
+    np.testing.assert_array_equal(hvpipe.allreduce(odd, op="sum"), base.ravel() * size)
     np.testing.assert_array_equal(hvpipe.broadcast(Tensor(base)), base)
     np.testing.assert_array_equal(hvpipe.allgather(Tensor(base)), np.concatenate([base] * size))
 
@@ -150,6 +152,7 @@ def test_arrays_of_any_kind() -> None:
         ({"out": np.ones(5, np.float32)}, r"float32\[4\]. Received: float32\[5\]"),
         ({"out": np.ones(4, np.float64)}, r"float32\[4\]. Received: float64\[4\]"),
         ({"out": np.ones(8, np.float32)[::2]}, "Received: an array that is not C-contiguous"),
+        ({"out": np.frombuffer(bytearray(17), np.float32, 4, 1)}, "Received: an array that is not aligned"),
         ({"out": [0.0] * 4}, "Received: list"),
     ],
 )

@@ -20,6 +20,7 @@ import hvpipe
 import hvpipe.keras as hk
 from hvpipe.checkpoints import folder as folders
 from hvpipe.checkpoints.arrays import plain, write_arrays
+from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes, set_callbacks
 from hvpipe.keras.checkpoint.state_of import training_state
 from training import CLASSES, FEATURES, assert_same_bits, fit, loss, samples, state_of
@@ -203,6 +204,74 @@ def test_resumed_between_epochs_and_after_the_end(tmp_path: Path) -> None:
     again, nothing = train(case, folder / "cut", "1epoch", others=best_first())
     assert_same_bits(again, wanted)
     assert nothing == {}
+
+
+def test_resumed_where_a_callback_has_swapped_weights_and_averages(tmp_path: Path) -> None:
+    """Regression: training went on from the averages."""
+    case = Case("step", lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5))
+    folder = shared(tmp_path)
+
+    def swapping() -> list[Any]:
+        return [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+
+    wanted, _ = train(case, folder / "whole", "1epoch", others=swapping())
+    with pytest.raises(Crash):
+        train(case, folder / "cut", "1epoch", (2 * BATCHES + 1, crash), swapping())
+    hvpipe.barrier()
+    found, _ = train(case, folder / "cut", "1epoch", others=swapping())
+    assert_same_bits(found, wanted)
+
+
+class TwoOptimizers(keras.Sequential):
+    """Trains a recurrent layer, whose state goes on from batch to batch, with an optimizer of its own."""
+
+    def __init__(self, *, built: bool) -> None:
+        keras.utils.set_random_seed(7)
+        recurrent = layers.LSTM(4, stateful=True)
+        super().__init__([keras.Input(batch_shape=(4, 3, FEATURES)), recurrent, layers.Dense(CLASSES)])
+        self.other = hk.DistributedOptimizer(keras.optimizers.Adam(0.01))
+        self.compile(keras.optimizers.Adam(0.01), loss())
+        self.optimizer.build(self.layers[-1].trainable_variables)
+        if built:
+            self.other.build(self.layers[0].trainable_variables)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        parts = [self.layers[0].trainable_variables, self.layers[-1].trainable_variables]
+        with tf.GradientTape() as tape:
+            value = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(value, parts)
+        self.other.apply(gradients[0], parts[0])
+        self.optimizer.apply(gradients[1], parts[1])
+        return {"loss": value}
+
+    def everything(self) -> dict[str, Any]:
+        states = [*self.other.variables, *self.layers[0].states]
+        return {**state_of(self), **{f"other {i}": np.array(v.numpy()) for i, v in enumerate(states)}}
+
+
+def test_resumed_with_another_optimizer_and_the_state_of_a_recurrent_layer(tmp_path: Path) -> None:
+    folder = shared(tmp_path)
+    x, y = samples(3 * 4 * BATCHES * hvpipe.size())
+    x, y = x.reshape(-1, 3, FEATURES), y[::3]
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).shard(hvpipe.size(), hvpipe.rank())
+
+    def run(name: str, built: bool = True, crashing: bool = False) -> dict[str, Any]:
+        model = hk.data_parallel(TwoOptimizers(built=built), "backward")
+        checkpoint = hk.Checkpoint(folder / name, every=BATCHES + 2)
+        callbacks = [checkpoint, *([At(BATCHES + 4, crash, checkpoint)] if crashing else [])]
+        fit(model, batches, epochs=2, callbacks=callbacks)
+        found: dict[str, Any] = model.everything()
+        return found
+
+    wanted = run("whole")
+    with pytest.raises(Crash):
+        run("cut", crashing=True)
+    hvpipe.barrier()
+    with pytest.raises(HvpipeError, match=r"attribute 'other', .* build it before fit"):
+        run("cut", built=False)
+    hvpipe.barrier()
+    assert_same_bits(run("cut"), wanted)
 
 
 def test_stopped_by_a_callback_within_an_epoch(tmp_path: Path) -> None:

@@ -281,6 +281,27 @@ def test_statistics_of_the_whole_batch(layer: str) -> None:
     assert_close(model.get_weights(), fitted(reference, epochs=3)[1])
 
 
+def test_layers_that_a_model_builds_late_normalise_over_ranks_until_wrapped_anew() -> None:
+    """Regression: layers that did not exist yet were left out, and the others kept it for ever."""
+
+    class Late(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.normalised = keras.layers.BatchNormalization()
+            self.normalised.build(shape)
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            return self.normalised(inputs, training=training)
+
+    x, y = data()
+    model = keras.Sequential([keras.layers.Dense(4), Late(), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    hk.data_parallel(model, sync_batch_norm=True)
+    model.fit(mine(x), mine(y), ROWS, verbose=0)
+    assert ("_moments" in vars(model.layers[1].normalised)) == (hvd.size() > 1)
+    hk.data_parallel(model)
+    assert "_moments" not in vars(model.layers[1].normalised)
+
+
 def test_a_layer_of_statistics_over_ranks_is_saved_and_masked() -> None:
     layer = hk.SyncBatchNormalization(momentum=0.5)
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))

@@ -60,21 +60,31 @@ def test_a_step_is_skipped_as_a_whole(overlap: str, caplog: pytest.LogCaptureFix
     assert_same_on_all_ranks(found)
 
 
+@pytest.mark.every_size
 def test_accumulated_gradients_are_skipped_together() -> None:
     """The sum of micro-steps 1 and 2 is dropped; that of 3 and 4 updates."""
 
-    def run(**options: Any) -> Any:
+    def run(data: Any, **options: Any) -> Any:
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
         model = parallel(compiled(optimizer=optimizer), **options)
-        fit(model, batches(nan_in=1), epochs=1)
+        fit(model, data, epochs=1)
         return model
 
-    model = run(nonfinite="skip")
+    model = run(batches(nan_in=1), nonfinite="skip")
     kernel = model.get_weights()[0]
-    assert np.isfinite(kernel).all()
+    assert (kernel == run(batches().skip(2)).get_weights()[0]).all()
     assert (kernel != compiled().get_weights()[0]).any()
     assert int(model.optimizer._iterations) == 4
-    assert np.isnan(run().get_weights()[0]).any()
+    assert np.isnan(run(batches(nan_in=1)).get_weights()[0]).any()
+
+
+@pytest.mark.every_size
+def test_a_guard_ends_with_its_data_parallel() -> None:
+    """Regression: on one rank it went on to skip steps, and told nobody."""
+    model = parallel(compiled(), nonfinite="raise")
+    fit(model, batches())
+    fit(parallel(model), batches(nan_in=1))
+    assert np.isnan(model.get_weights()[0]).any()
 
 
 @pytest.mark.parametrize("overlap", ["step", "none"])

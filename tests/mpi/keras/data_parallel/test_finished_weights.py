@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hvpipe
+from hvpipe.keras.callbacks import reads_at_batches, stops_at_batches
 from training import (
     Remember,
     State,
@@ -46,6 +47,21 @@ class Act(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.found.append(self.act(self.model))
+
+
+def test_which_callbacks_run_code_of_the_user_at_batches() -> None:
+    """Regression: subclasses of Keras' callbacks did, whatever they override."""
+
+    class SavesElsewhere(keras.callbacks.ModelCheckpoint):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None: ...
+
+    class ActsAtBatches(keras.callbacks.ModelCheckpoint):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None: ...
+
+    saves, acts = SavesElsewhere("x.keras"), ActsAtBatches("x.keras")
+    listed = [saves, keras.callbacks.TensorBoard(), acts, keras.callbacks.LambdaCallback(on_train_batch_end=print)]
+    assert [reads_at_batches(callback) for callback in listed] == [False, False, True, True]
+    assert [stops_at_batches(callback) for callback in (saves, acts)] == [False, True]
 
 
 def with_adam(overlap: str) -> keras.Model:

@@ -117,6 +117,21 @@ def test_code_after_the_update_sees_the_new_weights(kind: Any, caplog: pytest.Lo
     assert warned == (kind is not ForgetsVariables and hvpipe.rank() == 0)
 
 
+def test_functions_that_run_eagerly_do_not_leave_the_update_to_the_next_step() -> None:
+    """Regression: only `run_eagerly` was looked at, so the clipping came before the update."""
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(Clipping), overlap)
+        fit(model, my_batches(2))
+        return state_of(model)
+
+    tf.config.run_functions_eagerly(True)
+    try:
+        assert_same_bits(trained("step"), trained("none"))
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
 def test_an_optimizer_other_than_the_compiled_one_is_refused() -> None:
     class Other(OwnStep):
         def update(self, gradients: Any) -> None:

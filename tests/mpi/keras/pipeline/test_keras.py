@@ -132,14 +132,20 @@ def test_embeddings_of_other_ranks_are_no_error() -> None:
     assert board.log_dir == ("logs" if first else f"logs/rank{hvpipe.rank()}")
 
 
-def test_a_checkpoint_callback_on_only_one_rank_is_an_error(tmp_path: Path) -> None:
+def test_a_callback_that_reads_or_sets_weights_on_only_one_rank_is_an_error(tmp_path: Path) -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
     x, y = batches(mlp, 8)
     pipe = compile_as_all(hk.pipeline_parallel(small))
-    saving = [keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))] if hvpipe.rank() == 0 else []
-    with pytest.raises(MismatchError, match=r"give ModelCheckpoint to all .* 1 on rank 0 and 0 on rank 1"):
-        pipe.fit(x, y, batch_size=8, verbose=0, callbacks=saving)
+    for callback in (
+        keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras")),
+        keras.callbacks.EarlyStopping("loss", restore_best_weights=True),
+        keras.callbacks.SwapEMAWeights(),
+    ):
+        on_one = [callback] if hvpipe.rank() == 0 else []
+        wanted = rf"give {type(callback).__name__}\S* to all .* 1 on rank 0 and 0 on rank 1"
+        with pytest.raises(MismatchError, match=wanted):
+            pipe.fit(x, y, batch_size=8, verbose=0, callbacks=on_one)
 
 
 def test_each_structure_of_targets_builds_graphs_once(monkeypatch: pytest.MonkeyPatch) -> None:
