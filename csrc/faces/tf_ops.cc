@@ -165,10 +165,10 @@ DType EngineType(tf::DataType type) {
 
 // After another hvpipe.init(), a bucket's number may belong to another model's plan.
 absl::Status TracedBefore(const BucketLayout& layout, std::size_t count, tf::DataType type) {
-  return absl::InvalidArgumentError(
-      "The step was traced before hvpipe.init(): its bucket should be " + layout.name + " of " +
-      std::to_string(layout.counts.size()) + " gradients, " + NameOf(layout.tensor_type) +
-      ". Received: " + std::to_string(count) + ", " + tf::DataTypeString(type));
+  return absl::InvalidArgumentError("The step was traced before hvpipe.init(): its bucket should be " +
+                                    layout.name + " of " + std::to_string(layout.counts.size()) +
+                                    " gradients, " + NameOf(layout.tensor_type) +
+                                    ". Received: " + std::to_string(count) + ", " + tf::DataTypeString(type));
 }
 
 class SubmitOp : public tf::OpKernel {

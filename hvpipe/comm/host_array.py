@@ -29,8 +29,7 @@ def host_array(array: Any) -> Array:
     Raises:
         HvpipeError: If the array is not in host memory or does not hold numbers.
     """
-    flags = array.flags if type(array) is np.ndarray else None
-    if flags is not None and flags.c_contiguous and flags.aligned and not array.dtype.hasobject:
+    if type(array) is np.ndarray and _is_plain(array) and not array.dtype.hasobject:
         return array
     if isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, "__dlpack__"):
         found = np.asarray(array)
@@ -44,6 +43,10 @@ def host_array(array: Any) -> Array:
     if found.dtype.hasobject:
         raise HvpipeError(f"The array should hold numbers. Received: dtype={found.dtype}")
     return np.require(found, requirements=("C", "A")).reshape(found.shape)
+
+
+def _is_plain(array: Array) -> bool:
+    return array.flags.c_contiguous and array.flags.aligned
 
 
 def reducible_dtype(array: Array) -> str:

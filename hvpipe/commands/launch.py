@@ -108,7 +108,9 @@ def mpirun_command(spec: LaunchSpec) -> list[str]:
 
 def exported_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of the variables that ranks on other hosts should get: all but those of one host."""
-    return tuple(sorted(n for n in environ if re.fullmatch(r"[A-Za-z_]\w*", n) and not _OF_ONE_HOST.fullmatch(n)))
+    return tuple(
+        sorted(n for n in environ if re.fullmatch(r"[A-Za-z_]\w*", n) and not _OF_ONE_HOST.fullmatch(n))
+    )
 
 
 def thread_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
@@ -142,8 +144,8 @@ def launcher_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str,
     if words := shlex.split(spec.rsh_agent or "")[1:]:
         if odd := [word for word in words if not word or " " in word]:
             raise LaunchError(
-                f"{spec.mpirun.family} takes arguments of --rsh-agent apart at spaces: put them into a script. "
-                f"Received: the argument {odd[0]!r}"
+                f"{spec.mpirun.family} takes arguments of --rsh-agent apart at spaces: put them into a "
+                f"script. Received: the argument {odd[0]!r}"
             )
         name = "HYDRA_LAUNCHER_EXTRA_ARGS"
         if spec.mpirun.family == "Intel MPI":

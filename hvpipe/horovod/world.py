@@ -15,7 +15,6 @@ from hvpipe.keras.collectives.process_sets import (
     global_process_set,
     remove_process_set,
 )
-
 from hvpipe.keras.resize import on_resize
 from hvpipe.session import Resize
 
@@ -55,11 +54,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         _process_sets.append(add_process_set(process_set))
 
 
-@on_resize
 def _learn_layout(change: Resize) -> None:
     world = session.current().world
     if _layout:
         _layout[:] = session.current().engine.allgather_object((world.local_rank, world.local_size))
+
+
+on_resize(_learn_layout)
 
 
 def shutdown() -> None:

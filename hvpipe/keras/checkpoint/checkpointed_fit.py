@@ -365,7 +365,7 @@ class CheckpointedFit:
             self._resume = None
         # A callback that stops within an epoch, before a time limit, leaves the rest of it to the next start.
         stopped = self._model.stop_training and not self._data_ended
-        self._early = stopped and 0 < self._batch and (self._length is None or self._batch < self._length)
+        self._early = stopped and self._batch > 0 and (self._length is None or self._batch < self._length)
         within = self._early and not self._session.settings.elastic
         self._within, self._data_ended = within, False
         if not within:

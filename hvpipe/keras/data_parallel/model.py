@@ -191,9 +191,7 @@ def data_parallel(
     methods = InstanceMethods(model)
     options = ReduceOptions(compression, bucket_bytes, nonfinite=nonfinite)
     overlap_options = OverlapOptions(warmup_steps, rounds)
-    steps = TrainSteps(
-        session, model, methods, mode, overlap_options, options, verify_every, sync_batch_norm
-    )
+    steps = TrainSteps(session, model, methods, mode, overlap_options, options, verify_every, sync_batch_norm)
     DataParallel(model, methods, steps).attach()
     return model
 

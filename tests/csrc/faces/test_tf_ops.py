@@ -1,4 +1,4 @@
-"""TensorFlow kernels when memory is used up, or of an old graph: an error of the op, and the process goes on."""
+"""TensorFlow kernels when memory is used up, or of an old graph: an error, and the process goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ gradients = [Gradient(name, (1000,), "float32") for name in ("a", "b")]
 plan = current().engine.add_plan("model", plan_buckets(gradients, 4000))
 ones, ops = tf.ones(1000), library()
 """
-OUT_OF_MEMORY = PLAN + """
+OUT_OF_MEMORY = (
+    PLAN
+    + """
 named = dict(call="c", process_set=0)
 calls = {
     "begin": lambda: ops.hvpipe_begin_step(samples=1.0, announced=1, reduces=True, plan=plan),
@@ -40,7 +42,10 @@ for name, call in calls.items():
         assert "host memory of this rank is used up" in error.message, error.message
         print(name, "failed", flush=True)
 """
-OTHER_MODEL = PLAN + """
+)
+OTHER_MODEL = (
+    PLAN
+    + """
 doubles = tf.ones(1000, tf.float64)
 collect = dict(token=1, plan=plan, bucket=0, N=1)
 calls = [
@@ -57,6 +62,7 @@ for call in calls:
         assert "traced before hvpipe.init(): its bucket should be" in error.message, error.message
         print("refused", flush=True)
 """
+)
 
 
 def test_a_kernel_without_memory_is_an_error_of_its_op(tmp_path: Path) -> None:

@@ -59,7 +59,12 @@ def test_which_callbacks_run_code_of_the_user_at_batches() -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None: ...
 
     saves, acts = SavesElsewhere("x.keras"), ActsAtBatches("x.keras")
-    listed = [saves, keras.callbacks.TensorBoard(), acts, keras.callbacks.LambdaCallback(on_train_batch_end=print)]
+    listed = [
+        saves,
+        keras.callbacks.TensorBoard(),
+        acts,
+        keras.callbacks.LambdaCallback(on_train_batch_end=print),
+    ]
     assert [reads_at_batches(callback) for callback in listed] == [False, False, True, True]
     assert [stops_at_batches(callback) for callback in (saves, acts)] == [False, True]
 
