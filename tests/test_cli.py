@@ -160,7 +160,7 @@ def test_files_are_absolute_and_settings_reach_other_hosts(
         ),
         *("/mpi/mpirun", "-np", "4", "--host", "a:2,b:2", "--bind-to", "none"),
         *("-x", "HVPIPE_TIMEOUT", "-x", "HVPIPE_TRACE", "-x", "HVPIPE_UTILIZATION"),
-        *("-x", "HVPIPE_UTILIZATION_HZ", "-x", "PATH"),
+        *("-x", "HVPIPE_UTILIZATION_HZ", "-x", "PATH", "-x", "PYTEST_CURRENT_TEST"),
         *(sys.executable, "-u", "train.py"),
     ]
 
