@@ -171,13 +171,13 @@ def guarded_alone(policy: str, model: Any, inner: Callable[..., Any]) -> Callabl
 
         def skip() -> None:
             if optimizer.gradient_accumulation_steps:
-                for accumulator in accumulators:
-                    accumulator.assign(tf.zeros_like(accumulator))
+                for each in accumulators:
+                    each.assign(tf.zeros_like(each))
                 step_count(optimizer).assign_add(1)
 
         accumulators: list[Any] = []
         if optimizer.gradient_accumulation_steps:  # look at the sum that updates, as several ranks do
-            accumulators = [native(each) for each in gradient_accumulators(optimizer, trained)]
+            accumulators = [native(found) for found in gradient_accumulators(optimizer, trained)]
             every = int(optimizer.gradient_accumulation_steps)
             updates = tf.equal((native(step_count(optimizer)) + 1) % every, 0)
             sums = [g + a.read_value() for g, a in zip(gradients, accumulators, strict=True)]
