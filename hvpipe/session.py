@@ -254,9 +254,9 @@ class Session:
             native.set_default_named_calls(None)
             self._named_calls = LeftToParent()
 
-    def agree_patiently(self, what: str) -> None:
+    def agree_patiently(self, what: str, least_s: float = 0.0) -> None:
         """Wait until all ranks call this with the same `what`, each of which may be busy with other work."""
-        self.engine.agree_patiently(what, self.settings.longest_shutdown_s)
+        self.engine.agree_patiently(what, max(self.settings.longest_shutdown_s, least_s))
 
     def named_calls(self) -> Any:
         """Return the service for collectives that ranks call by name (csrc/named)."""

@@ -26,8 +26,9 @@ constexpr double kLeastBytesPerS = 1e6;  // of the slowest network, as in NamedC
 // belongs to the caller.
 class Transfers {
  public:
-  Transfers(SocketMesh& mesh, SocketMesh::Channel channel, const std::vector<int>& ranks, double limit_s)
-      : mesh_(mesh), channel_(channel), ranks_(ranks), limit_s_(limit_s) {}
+  Transfers(SocketMesh& mesh, SocketMesh::Channel channel, const std::vector<int>& ranks, double limit_s,
+            double more_s = 0)
+      : mesh_(mesh), channel_(channel), ranks_(ranks), limit_s_(limit_s), more_s_(more_s) {}
   ~Transfers() {
     for (const auto& [ticket, place] : under_way_) {
       if (ticket != kNoTicket) mesh_.Cancel(ticket);
@@ -64,7 +65,7 @@ class Transfers {
         moved_s = Now();
         nap_s = kShortestNapS;
       }
-      if (Now() - moved_s > limit_s_) {
+      if (Now() - moved_s > limit_s_ + more_s_) {
         throw Error("Rank " + std::to_string(RankAt(under_way_.front().second)) +
                         " should send or take its part of a collective within " +
                         std::to_string(std::lround(limit_s_)) + " s (HVPIPE_TIMEOUT). Received: nothing",
@@ -81,7 +82,7 @@ class Transfers {
   SocketMesh& mesh_;
   const SocketMesh::Channel channel_;
   const std::vector<int>& ranks_;
-  const double limit_s_;
+  const double limit_s_, more_s_;                  // more_s_: for ranks between that pass the data on
   std::vector<std::pair<Ticket, int>> under_way_;  // with the place of the other end
 };
 
@@ -157,7 +158,7 @@ class SocketSetLinks : public SetLinks {
     int distance = 1;
     while (distance <= after_root) distance *= 2;
     if (after_root > 0) {
-      Transfers transfers(*mesh_, channel_, ranks_, limit_s_ + static_cast<double>(bytes) / kLeastBytesPerS);
+      Transfers transfers(*mesh_, channel_, ranks_, limit_s_, static_cast<double>(bytes) / kLeastBytesPerS);
       transfers.Receive(data, bytes, (after_root - distance / 2 + root) % size());
       transfers.Wait();
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hvpipe.commands.hosts import HostSlots
+from hvpipe.commands.lost_hosts import is_this_host
 from hvpipe.commands.mpirun import Mpirun
 from hvpipe.errors import LaunchError
 
@@ -44,7 +45,6 @@ class LaunchSpec:
         export: Environment variables that other hosts should get.
         launcher_args: More arguments for mpirun, which override hvpipe's own.
         elastic: Whether ranks go on after one of them was lost.
-        named_here: Whether `hosts` has this host only.
     """
 
     mpirun: Mpirun
@@ -60,7 +60,6 @@ class LaunchSpec:
     export: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
     elastic: bool = False
-    named_here: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -119,7 +118,8 @@ def thread_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, s
     Without them every rank starts a thread per core. Nothing is set for other hosts, whose cores are unknown,
     or for bound ranks, which see only their own cores. The user's own settings stay as they are.
     """
-    if not (spec.on_one_machine or spec.named_here) or spec.ranks == 1 or spec.bind != "none":
+    named_here = len(spec.hosts) == 1 and is_this_host(spec.hosts[0].name)
+    if not (spec.on_one_machine or named_here) or spec.ranks == 1 or spec.bind != "none":
         return {}
     threads = str(max(1, spec.cores // spec.ranks))
     names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")

@@ -17,7 +17,6 @@ from pathlib import Path
 from hvpipe.comm.native import read_build_info
 from hvpipe.commands import launch, mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hostfile, parse_hosts
-from hvpipe.commands.lost_hosts import is_this_host
 from hvpipe.commands.supervise import JOB_FOLDER, supervise
 from hvpipe.errors import LaunchError
 from hvpipe.monitor import core_binding
@@ -99,7 +98,6 @@ def launch_spec(
         network=options.net,
         launcher_args=tuple(_words("--launcher-args", options.launcher_args)),
         elastic=getattr(options, "elastic", False),
-        named_here=len(hosts) == 1 and is_this_host(hosts[0].name),
     )
 
 

@@ -135,7 +135,9 @@ class Restarting:
         Open MPI ends with 0 if it loses a host.
         """
         # If no rank is here, only the hosts can tell.
-        return any_joined(folder) or bool(lost_hosts.unreachable(self.places.hosts, self._agent))
+        return any_joined(folder) or (
+            self._elastic and bool(lost_hosts.unreachable(self.places.hosts, self._agent))
+        )
 
     def _loses_hosts(self) -> bool:
         """Tell whether the job fails because hosts are lost; go on without them if enough ranks are left."""

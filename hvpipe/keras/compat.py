@@ -53,6 +53,11 @@ def has_global_seed_generator() -> bool:
     return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
 
 
+def swap_averages(callback: Any) -> None:
+    """Exchange weights and averages as SwapEMAWeights does (`_swap_variables`). Resuming."""
+    callback._swap_variables()
+
+
 # --- Layers and models ---------------------------------------------------------------------------------
 
 

@@ -144,13 +144,16 @@ def shared_slots(optimizer: Any) -> list[Any]:
 def other_optimizers(model: Any) -> dict[str, Any]:
     """Return the optimizers that a model and its layers hold beside the compiled one, by name.
 
-    A `train_step` with several optimizers has them there.
+    A `train_step` with several optimizers has them there. Models inside were compiled for a training of their
+    own: their `optimizer` does not count.
     """
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    compiled = {id(each) for each in (model.optimizer, inner, *getattr(inner, "optimizers", ()))}
     return {
         f"{place}.{name}": value
         for place, layer in enumerate(layers_in(model))
         for name, value in sorted(vars(layer).items(), key=lambda item: item[0])
-        if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
+        if isinstance(value, keras.optimizers.Optimizer) and name != "optimizer" and id(value) not in compiled
     }
 
 

@@ -221,7 +221,7 @@ def test_ranks_share_the_cores_of_a_host() -> None:
     assert thread_settings(SPEC, {}) == both
     assert thread_settings(SPEC, {"OMP_NUM_THREADS": "3"}) == {"TF_NUM_INTRAOP_THREADS": "4"}
     assert set(thread_settings(replace(SPEC, ranks=16), {}).values()) == {"1"}
-    assert thread_settings(replace(SPEC, hosts=HOSTS[:1], named_here=True), {}) == both
+    assert thread_settings(replace(SPEC, hosts=(HostSlots("localhost", 2),)), {}) == both
 
 
 @pytest.mark.parametrize(

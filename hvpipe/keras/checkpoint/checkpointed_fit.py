@@ -468,5 +468,5 @@ class _Agreement:
 
     def gather(self, value: str | None) -> list[str | None]:
         """Return the values of all ranks, in rank order. Some may be reading large files until now."""
-        self._session.agree_patiently("checking the checkpoint")
+        self._session.agree_patiently("checking the checkpoint", self._session.settings.timeout_s)
         return self._session.engine.allgather_object(value)

@@ -298,11 +298,13 @@ def _check_others(model: Any, variables: Mapping[str, Any], manifest: Manifest) 
     """Raise HvpipeError if a checkpoint has the state of another optimizer, which does not exist yet."""
     there = {name for name in manifest.parts[0].names if name.startswith(_OTHERS)}
     if missing := sorted(there - set(variables)):
-        name = missing[0].split("/")[1].partition(".")[2]
+        place, _, name = missing[0].split("/")[1].partition(".")
+        holders = [layer.name for layer in layers_in(model)]
+        holder = holders[int(place)] if int(place) < len(holders) else "a layer that this model lacks"
         raise HvpipeError(
-            f"The checkpoint has the state of the optimizer in the attribute {name!r}, beside the compiled "
-            f"one: build it before fit, for example by model.{name}.build(variables). Received: an optimizer "
-            f"that is not built for as many variables, in model {model.name}"
+            "The checkpoint has the state of an optimizer beside the compiled one, in the attribute "
+            f"{name!r} of {holder}: build it for the same variables before fit, by its build(variables). "
+            "Received: one that is not built, or for fewer variables"
         )
 
 

@@ -13,7 +13,7 @@ from hvpipe.keras.checkpoint.callback_state import set_callbacks
 from hvpipe.keras.checkpoint.data_position import OwnRank, ResumedReading, resumed_reading
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, set_python_state
 from hvpipe.keras.checkpoint.training_state import OWN, Restored, TrainingState
-from hvpipe.keras.compat import set_initial_epoch
+from hvpipe.keras.compat import SWAPPED, set_initial_epoch, swap_averages
 from hvpipe.keras.data_parallel.shards import batch_of
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
 from hvpipe.keras.resize import scale_learning_rate, tell_resize
@@ -57,6 +57,7 @@ class Resume:
         self._own_hooks: list[tuple[Any, str, Any]] = []
         self._length: int | None = None
         self._built = False
+        self._swapped: list[Any] = []  # callbacks that had put averages into the model
         self.begun = False
         """Whether the first batch has come."""
 
@@ -101,6 +102,9 @@ class Resume:
         """Let the other callbacks continue; after all of them have begun."""
         notes = self._part.notes.get("callbacks", [])
         set_callbacks(self._others, notes, self._restored.own_arrays())
+        self._swapped = [callback for callback in self._others if getattr(callback, SWAPPED, False)]
+        for callback in self._swapped if not self._built else ():  # it would find no averages yet
+            setattr(callback, SWAPPED, False)
 
     def begin_epoch(self) -> None:
         """Continue with Python's random numbers of the epoch's beginning: a PyDataset is shuffled by them."""
@@ -121,6 +125,8 @@ class Resume:
         self._restored.set_own()
         self._restored.drop()
         if set_now:
+            for callback in self._swapped:  # it has swapped already, or could not, at the epoch's beginning
+                swap_averages(callback)
             self._resize()
 
     def _resize(self) -> None:

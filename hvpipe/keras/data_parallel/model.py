@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.arguments import by_name, takes
 from hvpipe.keras.callbacks import average_logs, means_in_logs, reads_at_batches, stop_together
-from hvpipe.keras.collectives.sync_batch_norm import normalise_alone
+from hvpipe.keras.collectives.sync_batch_norm import normalise_alone, normalise_over_ranks
 from hvpipe.keras.compat import (
     check_compiled,
     epochs_enumerated,
@@ -188,6 +188,8 @@ def data_parallel(
     nonfinite = chosen_policy(session, nonfinite)
     if not mode.reduces_gradients:
         check_local(nonfinite, verify_every, sync_batch_norm)
+    if sync_batch_norm:
+        normalise_over_ranks(model)
     methods = InstanceMethods(model)
     options = ReduceOptions(compression, bucket_bytes, nonfinite=nonfinite)
     overlap_options = OverlapOptions(warmup_steps, rounds)
@@ -250,7 +252,8 @@ class DataParallel:
         """Restore the model's own methods."""
         self.steps.unhook()
         self._methods.restore()
-        normalise_alone(self.model)
+        if self.steps.sync_batch_norm:
+            normalise_alone(self.model)
         vars(self.model).pop("_hvpipe", None)
         self.model.train_function = None
         self.model.test_function = None

@@ -176,6 +176,9 @@ def guarded_alone(policy: str, model: Any, inner: Callable[..., Any]) -> Callabl
                 step_count(optimizer).assign_add(1)
 
         accumulators: list[Any] = []
+        if not optimizer.built:
+            with tf.init_scope():
+                optimizer.build(known)
         if optimizer.gradient_accumulation_steps:  # look at the sum that updates, as several ranks do
             accumulators = [native(found) for found in gradient_accumulators(optimizer, trained)]
             every = int(optimizer.gradient_accumulation_steps)

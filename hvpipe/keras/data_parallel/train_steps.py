@@ -92,7 +92,8 @@ class TrainSteps:
         self._steps_run = 0  # those before a resume included
         self._steps_before = 0  # a resume
         self._verify_every = verify_every
-        self._sync_batch_norm = sync_batch_norm
+        self.sync_batch_norm = sync_batch_norm
+        """Whether layers normalise over all ranks, until `detach`."""
         self._guarded: Any = None  # the optimizer of a single rank whose `apply` has a guard
         session.sample_counters.append(self.train_counter)
         survives = session.settings.elastic and session.world.size > 1
@@ -196,8 +197,7 @@ class TrainSteps:
         self._run_pending()
         if self._hook is not None:
             self._hook.unhook()
-        if self._guarded is not None:
-            vars(self._guarded).pop("apply", None)
+        self._end_guard()
 
     def refuse_outside(self) -> None:
         """Let the model's optimizer refuse updates until the first step hooks it.
@@ -218,6 +218,11 @@ class TrainSteps:
         if self._refusing is not None and vars(self._refusing).get("apply") == self._refuse:
             vars(self._refusing).pop("apply")
         self._refusing = None
+
+    def _end_guard(self) -> None:
+        if self._guarded is not None:
+            vars(self._guarded).pop("apply", None)
+        self._guarded = None
 
     # --- The loss of ranks --------------------------------------------------------------------------------
 
@@ -342,6 +347,7 @@ class TrainSteps:
         """Return the train function of a single rank, which only needs a guard, if any."""
         if self._options.nonfinite == "ignore":
             return inner
+        self._end_guard()
         self._guarded = self.model.optimizer
         return guarded_alone(self._options.nonfinite, self.model, inner)
 
@@ -404,7 +410,7 @@ class TrainSteps:
             build_state(self.model, batch)
             return
         start_equal(self.session, self.model, batch)
-        if self._sync_batch_norm:  # only now do all layers exist
+        if self.sync_batch_norm:  # only now do all layers exist
             normalise_over_ranks(self.model)
         warn_of_own_batches(self.session, self.model)
         self._hook_optimizer(self._expected_variables())

@@ -35,7 +35,7 @@ def on_all_ranks(
     except Exception as raised:
         error = raised
     if patiently:
-        session.agree_patiently(what)
+        session.agree_patiently(what, session.settings.timeout_s)
     reasons = session.engine.allgather_object(None if error is None else _reason(error))
     for rank, reason in enumerate(reasons):
         if reason is not None:
