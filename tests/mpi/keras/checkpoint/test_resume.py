@@ -304,9 +304,9 @@ def test_stopped_by_a_callback(known: bool, tmp_path: Path) -> None:
     def batches() -> Any:
         return data(False) if known else data(False).filter(lambda *_: True)
 
-    def run(name: str, *others: Any, optimizer: Any = adam) -> dict[str, Any]:
+    def run(name: str, *others: Any, optimizer: Any = adam, every: int = 1000) -> dict[str, Any]:
         model = model_of(Case("step", optimizer))
-        fit(model, batches(), epochs=3, callbacks=[hk.Checkpoint(folder / name, every=1000), *others])
+        fit(model, batches(), epochs=3, callbacks=[hk.Checkpoint(folder / name, every=every), *others])
         # The stop averages statistics over ranks once more.
         return {name: value for name, value in state_of(model).items() if "moving" not in name}
 
@@ -315,7 +315,8 @@ def test_stopped_by_a_callback(known: bool, tmp_path: Path) -> None:
     assert_same_bits(run("good", GoodEnough()), run("good"))
 
     def averaged(name: str, *others: Any) -> dict[str, Any]:
-        return run(name, *others, keras.callbacks.SwapEMAWeights(swap_on_epoch=True), optimizer=averaging)
+        swaps = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        return run(name, *others, swaps, optimizer=averaging, every=1)  # before Keras' own end of `fit`
 
     averaged("averaged, cut", OutOfTime())
     # Keras swaps by adding and subtracting, here once more, so the last bits differ; those of biases before a
