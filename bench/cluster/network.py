@@ -73,21 +73,8 @@ def build(cluster: str, spec: ClusterSpec) -> None:
     for index, host in enumerate(spec.hosts):
         inside, port = namespace(cluster, host.name), f"p{index}"
         _call("ip", "netns", "add", inside)
-        _call(
-            "ip",
-            "-n",
-            switch,
-            "link",
-            "add",
-            port,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            INTERFACE,
-            "netns",
-            inside,
-        )
+        peer = ("peer", "name", INTERFACE, "netns", inside)
+        _call("ip", "-n", switch, "link", "add", port, "type", "veth", *peer)
         _call("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
         _call("ip", "-n", inside, "addr", "add", f"{address(index)}/24", "dev", INTERFACE)
         _call("ip", "-n", inside, "link", "set", INTERFACE, "up")

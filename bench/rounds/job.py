@@ -66,4 +66,6 @@ def wait_for(directory: Path, names: set[str], within_s: float = math.inf) -> No
             raise TimeoutError(
                 f"All processes should get this far within {within_s:g} s. Received: no {', '.join(missing)}"
             )
-        time.sleep(0.01 if math.isfinite(within_s) else 0.05)  # servers wait while ranks train
+        time.sleep(
+            0.01 if math.isfinite(within_s) else 0.05
+        )  # without an end: servers, on cores of ranks that train

@@ -3,6 +3,7 @@
 //
 // No op of a step is stateful, because automatic control dependencies would serialise stateful ops. Data
 // dependencies order them instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <thread>
@@ -164,7 +165,8 @@ DType EngineType(tf::DataType type) {
 }
 
 // After another hvpipe.init(), a bucket's number may belong to another model's plan.
-absl::Status TracedBefore(const BucketLayout& layout, std::size_t count, tf::DataType type) {
+absl::Status CheckSameBucket(const BucketLayout& layout, bool same, std::size_t count, tf::DataType type) {
+  if (same && count == layout.counts.size() && EngineType(type) == layout.tensor_type) return absl::Status();
   return absl::InvalidArgumentError("The step was traced before hvpipe.init(): its bucket should be " +
                                     layout.name + " of " + std::to_string(layout.counts.size()) +
                                     " gradients, " + NameOf(layout.tensor_type) +
@@ -189,9 +191,7 @@ class SubmitOp : public tf::OpKernel {
       tf::OpInputList tensors;
       OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
       const auto number = static_cast<std::size_t>(tensors.size());
-      const tf::DataType type = context->input_dtype(1);
-      OP_REQUIRES(context, number == layout.counts.size() && EngineType(type) == layout.tensor_type,
-                  TracedBefore(layout, number, type));
+      OP_REQUIRES_OK(context, CheckSameBucket(layout, true, number, context->input_dtype(1)));
       std::vector<const void*> pointers;
       for (int i = 0; i < tensors.size(); ++i) {
         OP_REQUIRES(
@@ -265,8 +265,7 @@ class SubmitRowsOp : public SubmitOp {
       const BucketLayout& layout = engine->buckets().layout(plan_, bucket_);
       const tf::Tensor &rows = context->input(1), &values = context->input(2);
       const auto count = static_cast<std::size_t>(rows.NumElements());
-      OP_REQUIRES(context, layout.row > 0 && EngineType(values.dtype()) == layout.tensor_type,
-                  TracedBefore(layout, 1, values.dtype()));
+      OP_REQUIRES_OK(context, CheckSameBucket(layout, layout.row > 0, 1, values.dtype()));
       OP_REQUIRES(context, static_cast<std::size_t>(values.NumElements()) == count * layout.row,
                   SizeChanged(layout.name, values.shape()));
       engine->buckets().SubmitRows(plan_, bucket_, rows.flat<std::int64_t>().data(), count,
@@ -357,11 +356,12 @@ class CollectOp : public tf::AsyncOpKernel {
 
  protected:
   absl::Status Fits(const BucketLayout& layout, tf::OpKernelContext* context) const {
+    const bool same = std::equal(shapes_.begin(), shapes_.end(), layout.counts.begin(), layout.counts.end(),
+                                 [](const tf::TensorShape& shape, std::size_t count) {
+                                   return static_cast<std::size_t>(shape.num_elements()) == count;
+                                 });
     const tf::DataType type = context->expected_output_dtype(context->num_outputs() - 1);
-    bool fits = shapes_.size() == layout.counts.size() && EngineType(type) == layout.tensor_type;
-    for (std::size_t i = 0; fits && i < shapes_.size(); ++i)
-      fits = static_cast<std::size_t>(shapes_[i].num_elements()) == layout.counts[i];
-    return fits ? absl::Status() : TracedBefore(layout, shapes_.size(), type);
+    return CheckSameBucket(layout, same, shapes_.size(), type);
   }
 
   // Runs when the sum is complete, maybe on the progress thread.

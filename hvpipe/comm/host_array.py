@@ -64,8 +64,8 @@ def check_output(out: Array, source: Array) -> Array:
         raise HvpipeError(f"{wanted}. Received: {type(out).__name__}")
     if out.shape != source.shape or out.dtype != source.dtype:
         raise HvpipeError(f"{wanted}. Received: {out.dtype}{list(out.shape)}")
-    if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
-        how = "not C-contiguous" if not out.flags.c_contiguous else "read-only"
+    if not (_is_plain(out) and out.flags.writeable):
+        how = "read-only" if out.flags.c_contiguous else "not C-contiguous"
         how = how if out.flags.aligned else "not aligned"
         raise HvpipeError(f"{wanted}. Received: an array that is {how}")
     return out

@@ -390,6 +390,11 @@ def step_count(optimizer: Any) -> Any:
     return optimizer._iterations
 
 
+def is_last_micro_step(optimizer: Any) -> Any:
+    """Return whether the next `apply` updates, under gradient accumulation: a tensor. Accumulation."""
+    return (step_count(optimizer).value + 1) % int(optimizer.gradient_accumulation_steps) == 0
+
+
 def learning_rate_variable(optimizer: Any) -> Any:
     """Return the rate's variable, schedule or function (`Optimizer._learning_rate`). `--lr-scaling`."""
     return getattr(optimizer, "_learning_rate", None)

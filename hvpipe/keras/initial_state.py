@@ -142,7 +142,7 @@ def shared_slots(optimizer: Any) -> list[Any]:
 
 
 def other_optimizers(model: Any) -> dict[str, Any]:
-    """Return the optimizers that a model and its layers hold beside the compiled one, by name.
+    """Return the built optimizers that a model and its layers hold beside the compiled one, by name.
 
     A `train_step` with several optimizers has them there. Models inside were compiled for a training of their
     own: their `optimizer` does not count.
@@ -153,7 +153,10 @@ def other_optimizers(model: Any) -> dict[str, Any]:
         f"{place}.{name}": value
         for place, layer in enumerate(layers_in(model))
         for name, value in sorted(vars(layer).items(), key=lambda item: item[0])
-        if isinstance(value, keras.optimizers.Optimizer) and name != "optimizer" and id(value) not in compiled
+        if isinstance(value, keras.optimizers.Optimizer)
+        and name != "optimizer"
+        and id(value) not in compiled
+        and value.built
     }
 
 

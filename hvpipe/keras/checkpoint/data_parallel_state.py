@@ -130,8 +130,7 @@ class DataParallelState:
         found |= {f"optimizer/{i}": v for i, v in optimizer if id(v) in slots}
         found |= {f"optimizer/{n}": v for n, v in unlisted_variables(self.model.optimizer).items()}
         for name, other in other_optimizers(self.model).items():
-            if other.built:
-                found |= {f"{_OTHERS}{name}/{i}": v for i, v in enumerate(shared_slots(other))}
+            found |= {f"{_OTHERS}{name}/{i}": v for i, v in enumerate(shared_slots(other))}
         return found
 
     def own(self) -> dict[str, Any]:
@@ -141,7 +140,7 @@ class DataParallelState:
         optimizer = enumerate(self.model.optimizer.variables)
         found |= {f"{OWN}optimizer/{i}": v for i, v in optimizer if id(v) not in shared}
         for name, other in other_optimizers(self.model).items():
-            slots = enumerate(other.variables if other.built else ())
+            slots = enumerate(other.variables)
             found |= {f"{OWN}{_OTHERS}{name}/{i}": v for i, v in slots if id(v) not in shared}
         return found | {f"{_RECURRENT}{i}": v for i, v in enumerate(_recurrent_states(self.model))}
 

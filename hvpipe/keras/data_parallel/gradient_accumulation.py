@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvpipe.keras.compat import gradient_accumulators, step_count
+from hvpipe.keras.compat import gradient_accumulators, is_last_micro_step
 from hvpipe.keras.data_parallel.overlap import Buckets
 from hvpipe.keras.variables import check_not_overwritten, native
 
@@ -36,11 +36,8 @@ def accumulate(
     """
     reducer, variables = buckets.reducer, buckets.reducer.variables
     check_not_overwritten(variables, "An optimizer with gradient_accumulation_steps")
-    # `iterations` would count updates.
     with tf.control_dependencies([samples]):
-        boundary = tf.equal(
-            (native(step_count(optimizer)) + 1) % int(optimizer.gradient_accumulation_steps), 0
-        )
+        boundary = is_last_micro_step(optimizer)
     share = reducer.announce(samples, reduces=boundary)
     weighted = [gradient * tf.cast(share, gradient.dtype) for gradient in gradients]
     accumulators = [native(accumulator) for accumulator in gradient_accumulators(optimizer, variables)]

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.compat import gradient_accumulators, step_count, trained_variables
+from hvpipe.keras.compat import gradient_accumulators, is_last_micro_step, step_count, trained_variables
 from hvpipe.keras.variables import name_of, native
 from hvpipe.session import Session
 
@@ -169,20 +169,20 @@ def guarded_alone(policy: str, model: Any, inner: Callable[..., Any]) -> Callabl
         def update() -> None:
             type(optimizer).apply(optimizer, grads, trainable_variables)
 
+        accumulators: list[Any] = []
+
         def skip() -> None:
-            if optimizer.gradient_accumulation_steps:
-                for each in accumulators:
-                    each.assign(tf.zeros_like(each))
+            for each in accumulators:
+                each.assign(tf.zeros_like(each))
+            if accumulators:
                 step_count(optimizer).assign_add(1)
 
-        accumulators: list[Any] = []
         if not optimizer.built:
             with tf.init_scope():
                 optimizer.build(known)
         if optimizer.gradient_accumulation_steps:  # look at the sum that updates, as several ranks do
             accumulators = [native(found) for found in gradient_accumulators(optimizer, trained)]
-            every = int(optimizer.gradient_accumulation_steps)
-            updates = tf.equal((native(step_count(optimizer)) + 1) % every, 0)
+            updates = is_last_micro_step(optimizer)
             sums = [g + a.read_value() for g, a in zip(gradients, accumulators, strict=True)]
             gradients = [tf.where(updates, total, tf.zeros_like(total)) for total in sums]
         guard.if_finite(0, trained, gradients, update, skip)
