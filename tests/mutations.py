@@ -352,6 +352,13 @@ DEVICE = (
         "",
         ORDER,
     ),
+    on_device(
+        "the GPU goes on behind a sum that will not be complete",
+        "if (buckets_.lost_sums()) EndWithoutUpdate(error);",
+        "",
+        ("tests/test_bad_input.py",),
+        ranks=ALONE,
+    ),
     on_device("NCCL's memory is not cleared", "device.Clear(memory.get(), bytes);", "", ORDER),
     on_device(
         "a plan is freed before its sums were read",

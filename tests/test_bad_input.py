@@ -284,6 +284,34 @@ while True: reduce()
     assert "rank 0 of 2" not in result.output, result.describe()
 
 
+def test_no_weights_are_saved_whose_gradients_never_came(tmp_path: Path) -> None:
+    """The GPU waits for a sum that rank 0 has collected, and rank 1 never adds to it."""
+    script = """
+from devices import OnDevice
+from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.session import current
+engine = current().engine
+engine.use_device()
+plan = plan_buckets([Gradient("kernel", (300,), "float32")], 1000)
+number = engine.add_plan("model", plan, on_device=True)
+engine.core.begin_step(number, 0, 1.0, True)
+if rank == 1: time.sleep(60)
+weights = OnDevice(np.zeros(300, np.float32))
+engine.submit_on_device(number, 0, [OnDevice(np.ones(300, np.float32))], 1.0)
+engine.collect_on_device(number, 0, [weights], on_stream=True)
+weights.values  # waits for the device
+print("these weights are saved", flush=True)
+"""
+    device = str(build("fake_device.cc"))
+    libraries = {"HVPIPE_DEVICE_LIBRARY": device, "HVPIPE_NCCL_LIBRARY": str(build("fake_nccl.cc"))}
+    limits = {"HVPIPE_TIMEOUT": "2", "HVPIPE_FIRST_STEP_TIMEOUT": "2"}
+    wanted = "rank 0 of 2 exits with code 1, because sums of gradients that its GPU waits for .* Waited 2"
+    result = fails(
+        tmp_path, INIT + "import time\n" + script, wanted, **libraries, **limits, FAKE_NCCL_DEVICE=device
+    )
+    assert "are saved" not in result.output
+
+
 def test_an_interrupt_of_one_rank(tmp_path: Path) -> None:
     script = """
 if rank == 1:

@@ -1,10 +1,10 @@
 """Verify and measure hvpipe on this machine's GPU: `python -m bench.gpu.check`.
 
-It runs one_rank_driver.cc, then
-bench.gpu.check_worker with one rank, with two through the host, with two by NCCL, and with four as two hosts
-with NCCL inside each. Every result is compared with a float64 reference, on fresh random data, with poisoned
-outputs. Then NVML's figures are compared with nvidia-smi's, and compute-sanitizer looks at one rank. Each
-part has a time limit, and the others go on after a failure.
+It runs one_rank_driver.cc, then bench.gpu.check_worker with one rank, with two through the host, with two by
+NCCL, and with four as two hosts with NCCL inside each. Every result is compared with a float64 reference, on
+fresh random data, with poisoned outputs. Two ranks with NCCL also end while a sum is under way, and let one
+hang. Then NVML's figures are compared with nvidia-smi's, and compute-sanitizer looks at one rank. Each part
+has a time limit, and the others go on after a failure.
 
 It needs hvpipe, PyTorch and MPI; bench/README.md says how to install what is missing. On a machine with one
 GPU the ranks share it, which needs NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY); the check then starts MPS, so
@@ -42,6 +42,7 @@ WORKER = "bench.gpu.check_worker"
 RUN_TIMEOUT_S = 600.0  # of each run: a new GPU may first compile kernels
 CACHE = {"CUDA_CACHE_MAXSIZE": str(4 << 30)}  # so that CUDA keeps them
 KERNELS = "hvpipe_cast_"  # the names of hvpipe's kernels begin so
+HANGS_S = 10.0  # a collective that hangs ends after this time
 SHARES_A_GPU = 23000  # from this version of NCCL on, two ranks may share a GPU
 
 Row = dict[str, Any]
@@ -80,41 +81,45 @@ def one_rank(nccl: str, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
             command = [program, f"{native}/libhvpipe_cuda.so", *([nccl] if nccl else [])]
             env = {**CACHE, **os.environ}
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False
+                command, stdout=subprocess.PIPE, text=True, timeout=timeout_s, env=env, check=False
             )
+        except subprocess.TimeoutExpired as error:
+            return driver_rows(bytes(error.stdout or b"").decode(), f"took longer than {timeout_s:g} s")
         except (OSError, subprocess.SubprocessError) as error:
             return [{"what": "one rank, C++", "result": f"FAILED: {error}", "ok": False}]
-    return driver_rows(done.stdout, done.returncode)
+    return driver_rows(done.stdout, f"exit code {done.returncode}" if done.returncode not in (0, 1) else "")
 
 
-def driver_rows(output: str, code: int) -> list[Row]:
-    """Return the rows in the output of one_rank_driver.cc, and one more if it crashed."""
+def driver_rows(output: str, ended: str) -> list[Row]:
+    """Return the rows in the output of one_rank_driver.cc, and one more if it ended badly."""
     rows: list[Row] = []
     for kind, _, rest in (line.partition(" ") for line in output.splitlines()):
         what, _, why = rest.partition(": ") if kind == "FAILED" else (rest, "", kind)
         rows.append({"what": f"C++: {what}", "result": why, "ok": {"ok": True, "FAILED": False}.get(kind)})
-    if code not in (0, 1):
-        rows.append({"what": "C++: the program", "result": f"FAILED: exit code {code}", "ok": False})
+    if ended:
+        rows.append({"what": "C++: the program", "result": f"FAILED: {ended}", "ok": False})
     return rows
 
 
 def run(
     ranks: int,
     settings: dict[str, str],
-    small: bool,
+    what: str,
     timeout_s: float = RUN_TIMEOUT_S,
     under: Sequence[str] = (),
 ) -> list[Row]:
     """Return the rows that rank 0 of the worker wrote, and one more if a rank failed or took too long.
 
-    `under` is a command that runs the launcher, such as compute-sanitizer's.
+    `what` the worker does: see there. `under` is a command that runs the launcher, such as
+    compute-sanitizer's.
     """
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         command = [*under, sys.executable, "-m", "hvpipe", "run", "--no-summary", "-np", str(ranks), "-m"]
-        command += [WORKER, str(rows), *(["small"] if small else [])]
-        # Ranks wait for each other as long as one of them may take.
-        waits = {"HVPIPE_TIMEOUT": str(max(60.0, timeout_s / 2)), **CACHE, **os.environ, **settings}
+        command += [WORKER, str(rows), what]
+        # A rank that waits for another one says so itself before it is ended.
+        waits = dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_FIRST_STEP_TIMEOUT"), str(max(30.0, timeout_s / 3)))
+        waits |= {**CACHE, **os.environ, **settings}
         try:
             # `hvpipe run` ends its ranks within 5 s.
             done = processes.run(
@@ -124,24 +129,29 @@ def run(
         except subprocess.TimeoutExpired:
             ended = f"took longer than {timeout_s:g} s"
         found: list[Row] = json.loads(rows.read_text()) if rows.exists() else []
+    if what == "hang" and found:
+        ended = ""  # with an error, as it should
     if ended:
-        found.append({"what": f"{ranks} rank(s) {settings}", "result": f"FAILED: {ended}", "ok": False})
+        found.append(
+            {"what": f"{ranks} rank(s) {what} {settings}", "result": f"FAILED: {ended}", "ok": False}
+        )
     return found
 
 
-def runs(devices: int, version: int) -> list[tuple[int, dict[str, str]]]:
-    """Return ranks and settings of each run with this version of NCCL."""
+def runs(devices: int, version: int, size: str) -> list[tuple[int, dict[str, str], str]]:
+    """Return ranks, settings and task of each run with this version of NCCL. `size`: "all" or "small"."""
     shared = {}
     if devices == 1:
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         shared = {"CUDA_VISIBLE_DEVICES": first, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    found: list[tuple[int, dict[str, str]]] = [(1, {}), (2, {**shared, "HVPIPE_NCCL_LIBRARY": "none"})]
+    found = [(1, {}, size), (2, {**shared, "HVPIPE_NCCL_LIBRARY": "none"}, size)]
     if version < (SHARES_A_GPU if devices == 1 else 1):
         return found
-    found.append((2, shared))
+    found.append((2, shared, size))
     if devices == 1 or devices >= 4:
-        found.append((4, {**shared, "HVPIPE_RANKS_PER_HOST": "2", "HVPIPE_NCCL_SPAN": "host"}))
-    return found
+        found.append((4, {**shared, "HVPIPE_RANKS_PER_HOST": "2", "HVPIPE_NCCL_SPAN": "host"}, size))
+    soon = dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_FIRST_STEP_TIMEOUT"), str(HANGS_S))
+    return [*found, (2, shared, "leave"), (2, {**shared, **soon}, "hang")]
 
 
 @contextlib.contextmanager
@@ -157,15 +167,29 @@ def mps(devices: int) -> Iterator[str]:
     if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield "not started: CUDA_MPS_PIPE_DIRECTORY names one that runs"
         return
-    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+    # The service may still write there when it was told to end.
+    with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
         os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = folder
         try:
-            done = subprocess.run([control, "-d"], capture_output=True, text=True, timeout=30, check=False)
-            yield "started" if done.returncode == 0 else f"did not start: {done.stderr.strip()}"
+            yield tell_mps(control, "-d") or "started"
         finally:
-            with contextlib.suppress(subprocess.SubprocessError):
-                subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=30)
+            tell_mps(control, quits=True)
             del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+
+
+def tell_mps(control: str, *options: str, quits: bool = False) -> str:
+    """Run the program that controls MPS; return why it failed, or "".
+
+    Its output is not read, because the service may keep it open.
+    """
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    try:
+        done = subprocess.run(
+            [control, *options], input=b"quit\n" if quits else b"", timeout=30, check=False, **quiet
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"did not start: {error}"
+    return f"did not start: exit code {done.returncode}" if done.returncode else ""
 
 
 def sanitize(tool: str, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
@@ -177,9 +201,9 @@ def sanitize(tool: str, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
     under = [program, "--tool", tool, "--target-processes", "all", "--error-exitcode", "9"]
     # Frameworks ask for what a GPU may lack, and handle the answer: not an error.
     under += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    # Racecheck reports hazards in cuBLAS's own kernels: look only at hvpipe's.
-    under += ["--kernel-name", f"kernel_substring={KERNELS}"] if tool == "racecheck" else []
-    wrong = [row for row in run(1, {}, True, timeout_s, under) if row["ok"] is False]
+    # Initcheck knows nothing of memory that other libraries fill: look only at hvpipe's kernels.
+    under += ["--kernel-name", f"kernel_substring={KERNELS}"] if tool == "initcheck" else []
+    wrong = [row for row in run(1, {}, "small", timeout_s, under) if row["ok"] is False]
     result = "no error" if not wrong else "; ".join(f"{row['what']}: {row['result']}" for row in wrong)
     return [{"what": what, "result": result, "ok": not wrong}]
 
@@ -237,18 +261,19 @@ def main() -> int:
             date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             arguments.json.write_text(json.dumps({"date": date, "rows": rows}, indent=1) + "\n")
 
-    show(one_rank(find_nccl(named)))
-    with mps(devices) as service:
-        show([{"what": "MPS", "result": service, "ok": None}])
-        planned = runs(devices, version)
-        if len(planned) < 4:
-            wanted = f"ranks that share a GPU need NCCL {SHARES_A_GPU}, and 4 ranks need 1 or at least 4 GPUs"
-            result = f"left out: {wanted}. Found: NCCL {version or 'none'}, {devices} GPUs"
-            show([{"what": "2 ranks, NCCL, or 4 ranks", "result": result, "ok": None}])
-        for ranks, settings in planned:
-            show(run(ranks, settings, arguments.small, arguments.timeout))
+    show(one_rank(find_nccl(named), arguments.timeout))
+    planned = runs(devices, version, "small" if arguments.small else "all")
+    if not any(ranks == 4 for ranks, _, _ in planned):
+        wanted = f"ranks that share a GPU need NCCL {SHARES_A_GPU}, and 4 ranks need 1 or at least 4 GPUs"
+        result = f"left out: {wanted}. Found: NCCL {version or 'none'}, {devices} GPUs"
+        show([{"what": "2 ranks, NCCL, or 4 ranks", "result": result, "ok": None}])
+    for number, (ranks, settings, what) in enumerate(planned):
+        with mps(devices) as service:  # a rank that was killed may spoil a service for the next one
+            if number == 0:
+                show([{"what": "MPS", "result": service, "ok": None}])
+            show(run(ranks, settings, what, arguments.timeout))
     show(nvml_against_smi())
-    for tool in ("memcheck", "racecheck"):
+    for tool in ("memcheck", "initcheck"):
         show(sanitize(tool, 2 * arguments.timeout))
     wrong = [row for row in rows if row["ok"] is False]
     print(f"{len(rows)} rows, {len(wrong)} wrong")

@@ -2,8 +2,10 @@
 
 Every overlap mode must give the bits of "none", and all ranks the same weights, with convolutions, an
 Embedding, half types, loss scaling, compression and several steps per execution. One rank must train as the
-ranks together do. Then it times steps of ResNet-50. Each part is a row; one that fails does not stop the
-others. Exit code 1 if one failed. bench/README.md says how to bring TensorFlow to a machine without network.
+ranks together do. Then it times steps of ResNet-50, trains two stages of a pipeline and two replicas of one
+stage, and times ResNet-50 with XLA. Each part is a row; one that fails does not stop the others, but what
+follows an error of the engine fails with it. Exit code 1 if one failed. bench/README.md says how to bring
+TensorFlow to a machine without network.
 """
 
 from __future__ import annotations
@@ -58,6 +60,12 @@ def batches(build: Callable[[], keras.Model], rank: int, size: int) -> tf.data.D
     return tf.data.Dataset.from_tensor_slices((x, y))
 
 
+def compiled(model: keras.Model, **options: Any) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False, **options)
+    return model
+
+
 def trained(
     build: Callable[[], keras.Model],
     overlap: str | None,
@@ -70,13 +78,7 @@ def trained(
     keras.utils.set_random_seed(3)
     keras.config.set_dtype_policy(policy)
     try:
-        model = build()
-        model.compile(
-            keras.optimizers.SGD(0.1, momentum=0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            steps_per_execution=steps_per_execution,
-            jit_compile=False,
-        )
+        model = compiled(build(), steps_per_execution=steps_per_execution)
     finally:
         keras.config.set_dtype_policy("float32")
     if overlap is None:
@@ -145,30 +147,41 @@ class Check:
             finite = all(np.isfinite(weight).all() for weight in weights)
             self._rows.note(what, "all ranks equal" if equal and finite else "RANKS DIFFER", equal and finite)
 
-    def whole_batch(self) -> None:
+    def whole_batch(self, what: str, build: Callable[[], keras.Model]) -> None:
         """Compare with plain Keras, which trains on the batches of all ranks together."""
-        found = trained(convolutions, "step")
+        found = trained(build, "step")
         error = 0.0
         if hvpipe.rank() == 0:
-            plain = trained(convolutions, None)
+            plain = trained(build, None)
             error = max(float(np.abs(a - b).max()) for a, b in zip(found, plain, strict=True))
-        self._rows.verified("against plain Keras on the whole batch", [error], 2e-4)
+        self._rows.verified(what, [error], 2e-4)
 
-    def step_time(self) -> None:
-        """Time steps of ResNet-50, all ranks at once.
+    def pipeline(self, what: str, stages: int) -> None:
+        """Compare the losses of stages, or of replicas of one stage, with those of plain Keras."""
+
+        def losses(model: keras.Model, rank: int, size: int) -> list[float]:
+            data = batches(convolutions, rank, size)
+            return [float(one) for one in model.fit(data, epochs=3, verbose=0).history["loss"]]
+
+        def build() -> keras.Model:
+            keras.utils.set_random_seed(3)
+            return convolutions()
+
+        pipe = compiled(hk.pipeline_parallel(build(), stages, microbatches=4))
+        replicas = hvpipe.size() // stages
+        found = losses(pipe, hvpipe.rank() % replicas, replicas)
+        plain = losses(compiled(build()), 0, 1) if hvpipe.rank() == 0 else found
+        self._rows.verified(what, [max(abs(a - b) for a, b in zip(found, plain, strict=True))], 1e-4)
+
+    def step_time(self, *runs: tuple[str | None, bool]) -> None:
+        """Time steps of ResNet-50, all ranks at once, for each overlap (None: plain Keras), with XLA or not.
 
         TF_XLA_FLAGS=--tf_xla_auto_jit=2 gives XLA to several ranks.
         """
         x = tf.random.normal((64, 96, 96, 3))
         y = tf.zeros((64,), tf.int32)
         data = tf.data.Dataset.from_tensors((x, y)).repeat()
-        for overlap, xla in (
-            (None, False),
-            ("none", False),
-            ("backward", False),
-            ("step", False),
-            (None, True),
-        ):
+        for overlap, xla in runs:
             keras.utils.set_random_seed(3)
             model = keras.applications.ResNet50(weights=None, input_shape=(96, 96, 3), classes=1000)
             loss = keras.losses.SparseCategoricalCrossentropy()
@@ -197,8 +210,16 @@ def main() -> int:
     rows.part(check.facts)
     for what, build, options in COMPARED:
         rows.part(partial(check.compare, what, build, **options), what)
-    for part in (check.whole_batch, check.other_modes, check.step_time):
-        rows.part(part)
+    for name, build in (("convolutions", convolutions), ("Embedding", embedded)):
+        what = f"{name}, against plain Keras on the whole batch"
+        rows.part(partial(check.whole_batch, what, build), what)
+    rows.part(check.other_modes)
+    rows.part(partial(check.step_time, *((overlap, False) for overlap in (None, "none", *MODES))), "steps")
+    if hvpipe.size() > 1:  # last, because this never ran on a GPU
+        for stages in (hvpipe.size(), 1):
+            what = f"pipeline of {stages} stages, against plain Keras"
+            rows.part(partial(check.pipeline, what, stages), what)
+    rows.part(partial(check.step_time, (None, True)), "steps with XLA")
     hvpipe.shutdown()
     return int(rows.failed or any(row["ok"] is False for row in rows.found))
 

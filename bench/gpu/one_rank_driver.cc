@@ -195,6 +195,7 @@ class NcclChecks {
     Run("NCCL: registered memory", [&] {
       Expect(library_.has_memory(), "this NCCL has no ncclMemAlloc");
       void* const own = library_.Allocate(kBytes);
+      std::printf("note ncclMemAlloc takes memory in pieces of %zu bytes\n", device_.AllocatedBytes(own));
       device_.Clear(own, kBytes);
       Check(bench_.Get(own, kCount), std::vector<float>(kCount, 0.0F), "cleared memory");
       void* const registration = one_->Register(own, kBytes);

@@ -25,6 +25,7 @@ class Rows:
     def __init__(self, path: Path, *, judged: bool) -> None:
         self._path = path
         self._judged = judged
+        self._rank, self._size = hvpipe.rank(), hvpipe.size()  # unknown after shutdown
         self._rows: list[dict[str, object]] = []
         self.way = ""
         self.failed = False
@@ -46,9 +47,9 @@ class Rows:
 
     def note(self, what: str, result: str, ok: bool | None = None, **figures: float) -> None:
         """Add a row. `ok` is None if nothing can be right or wrong."""
-        ranks = f"{hvpipe.size()} rank{'s' if hvpipe.size() > 1 else ''}{self.way}"
+        ranks = f"{self._size} rank{'s' if self._size > 1 else ''}{self.way}"
         self._rows.append({"what": f"{ranks}: {what}", "result": result, "ok": ok, "figures": figures})
-        if hvpipe.rank() == 0:
+        if self._rank == 0:
             self._path.write_text(json.dumps(self._rows))
 
     def judged(self, good: bool) -> bool | None:

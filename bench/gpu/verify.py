@@ -15,6 +15,8 @@ from hvpipe.plan.buckets import WIRE_DTYPE, Gradient, plan_buckets
 if TYPE_CHECKING:
     from bench.gpu.torch_gpu import TorchGpu
 
+BUCKET_BYTES = 1 << 14  # several buckets, of which the largest tensor fills one
+
 # Relative to the largest sum of absolute values: a few roundings of the type that travels.
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -37,6 +39,7 @@ class Verification:
         return self._gpu.put(np.full(count, np.nan), dtype)
 
     def verify_all_reduce(self) -> None:
+        """Verify sums, and means in place."""
         for dtype, tolerance in TOLERANCE.items():
             errors = []
             for count in self._sizes.counts:
@@ -44,6 +47,8 @@ class Verification:
                 out = self._poisoned(count, dtype)
                 self._engine.allreduce(mine, op="sum", out=out)
                 errors.append(worst(self._gpu.get(out), terms))
+                self._engine.allreduce(mine, op="average", out=mine)
+                errors.append(worst(self._gpu.get(mine), terms / hvpipe.size()))
             self._rows.verified(f"all-reduce {dtype}", errors, tolerance)
 
     def verify_broadcast(self) -> None:
@@ -108,15 +113,18 @@ class Verification:
             self._rows.verified(f"sum over a group, {dtype}", errors, TOLERANCE[dtype])
 
     def verify_steps(self) -> None:
-        """Verify three steps of buckets of many tensors, one misaligned, with and without compression."""
+        """Verify steps of buckets of many tensors, one misaligned, with and without compression.
+
+        Buckets are collected in the order of the next forward, by the host and by the stream in turn.
+        """
         counts = [self._sizes.largest, 1, 3, 1000, 4097, *[5] * 300]
         for compression in (None, "bf16", "fp16"):
             plan = plan_buckets(
-                [Gradient(str(i), (n,), "float32") for i, n in enumerate(counts)], 1 << 20, compression
+                [Gradient(str(i), (n,), "float32") for i, n in enumerate(counts)], BUCKET_BYTES, compression
             )
             plan_id = self._engine.add_plan(f"steps {compression}", plan, on_device=True)
             errors = []
-            for step in range(3):
+            for step in range(4):
                 scale, _ = self._engine.core.begin_step(plan_id, step, 1.0, True)
                 mine, terms = zip(
                     *(self._terms(n, "float32", step, i) for i, n in enumerate(counts)), strict=True
@@ -128,11 +136,14 @@ class Verification:
                 given = [room, *mine[1:]]
                 for number, bucket in enumerate(plan.buckets):
                     self._engine.submit_on_device(plan_id, number, [given[i] for i in bucket.members], scale)
-                for number, bucket in enumerate(plan.buckets):
-                    self._engine.collect_on_device(plan_id, number, [outs[i] for i in bucket.members])
+                for number, bucket in reversed(list(enumerate(plan.buckets))):
+                    self._engine.collect_on_device(
+                        plan_id, number, [outs[i] for i in bucket.members], on_stream=step % 2 == 1
+                    )
                 errors += [
                     worst(self._gpu.get(out), scale * term) for out, term in zip(outs, terms, strict=True)
                 ]
+            self._engine.remove_plan(plan_id)
             wire = WIRE_DTYPE[compression] if compression else "float32"
             self._rows.verified(f"steps, compression {compression}", errors, TOLERANCE[wire])
 

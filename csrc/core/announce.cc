@@ -89,15 +89,15 @@ std::vector<std::shared_ptr<Operation>> GradientBuckets::AnnounceBuckets(Plan& p
   }
   // NCCL runs collectives in one order. It scatters the buckets as backward completes them, and then gathers
   // them as the next forward needs them.
-  std::vector<std::shared_ptr<Operation>> gathers;
+  std::vector<std::shared_ptr<Operation>> gathers, arrivals;
   for (auto& bucket : plan.buckets) {
     if (bucket->gather) gathers.push_back(std::exchange(bucket->gather, nullptr));
+    if (bucket->arrival) arrivals.push_back(std::exchange(bucket->arrival, nullptr));
   }
-  std::stable_sort(gathers.begin(), gathers.end(),
-                   [](const auto& a, const auto& b) { return a->priority < b->priority; });
-  operations.insert(operations.end(), gathers.begin(), gathers.end());
-  for (auto& bucket : plan.buckets) {
-    if (bucket->arrival) operations.push_back(std::exchange(bucket->arrival, nullptr));
+  for (auto* const each : {&gathers, &arrivals}) {
+    std::stable_sort(each->begin(), each->end(),
+                     [](const auto& a, const auto& b) { return a->priority < b->priority; });
+    operations.insert(operations.end(), each->begin(), each->end());
   }
   return operations;
 }
@@ -139,7 +139,7 @@ void GradientBuckets::AddDeviceStages(Operation& operation, Bucket& bucket) {
   bucket.arrival = MakeOperation(bucket.layout);
   reducer.AddScatter(operation, reduce);
   reducer.AddGather(*bucket.gather, reduce, arrived.get());
-  AddArrival(*bucket.arrival, *device.device, device.ranks.get(), arrived.get());
+  AddArrival(*bucket.arrival, *device.device, device.ranks.get(), arrived.get(), &device.arrivals);
   operation.check = [this, gather = bucket.gather](Operation&) { progress_.MakeReady(gather); };
   bucket.gather->check = [this, arrival = bucket.arrival](Operation&) { progress_.MakeReady(arrival); };
   bucket.gather->finished = [this, &bucket, handed_out](const Error* error) {

@@ -35,13 +35,21 @@ Done GradientBuckets::HandOut(Bucket& bucket) {
   return TakeWaiting(bucket);
 }
 
+bool GradientBuckets::lost_sums() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return lost_sums_;
+}
+
 // Runs on the driving thread when the all-reduce of a bucket has ended. If its sum was handed out before, the
 // bucket may be in its next step, or gone.
 void GradientBuckets::EndReducing(Bucket& bucket, const Error* error, bool* handed_out) {
   Done waiting;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (handed_out != nullptr && std::exchange(*handed_out, true)) return;
+    if (handed_out != nullptr && std::exchange(*handed_out, true)) {
+      lost_sums_ |= error != nullptr;
+      return;
+    }
     bucket.launched = nullptr;
     if (error == nullptr) bucket.state = BucketState::kReduced;
     waiting = TakeWaiting(bucket);

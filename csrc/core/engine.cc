@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "core/exit_timer.h"
 #include "core/shared_slot.h"
 #include "device/nccl_setup.h"
 
@@ -45,10 +46,23 @@ Progress::Options Engine::ProgressOptions() {
   options.report = [this] { return watchdog_.report(); };
   options.begin_pass = [this](double now_s) { network_.BeginPass(now_s); };
   options.failed = [this] {
-    device_messages_.EndPosted(*progress_->error());
+    const Error error = *progress_->error();
+    if (buckets_.lost_sums()) EndWithoutUpdate(error);
+    device_messages_.EndPosted(error);
     device_.Abort();
   };
   return options;
+}
+
+// An abort of NCCL would let the device go on behind sums that are not complete. The program might then save
+// the weights before it hears of the error.
+void Engine::EndWithoutUpdate(const Error& error) const {
+  const Topology& topology = network_.topology();
+  EndProcess(
+      "\nhvpipe: rank " + std::to_string(topology.rank) + " of " + std::to_string(topology.size) +
+          " exits with code 1, because sums of gradients that its GPU waits for will not be complete. " +
+          error.what() + "\n",
+      network_.options().end_sign);
 }
 
 // Frees nothing that MPI holds, unless Stop did: freeing is collective, but ranks destroy their engines at

@@ -74,6 +74,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   Progress::Options ProgressOptions();
+  [[noreturn]] void EndWithoutUpdate(const Error& error) const;
 
   Telemetry telemetry_;
   const std::unique_ptr<Network> connection_;

@@ -19,6 +19,7 @@ struct EngineOptions {
   bool trace = false;
   double stall_warn_s = 0;  // report a longer wait; 0: none
   std::string flight_path;  // file of the flight recorder; "": in memory only
+  std::string end_sign;     // see EndProcess
 };
 
 }  // namespace hvpipe

@@ -87,6 +87,9 @@ class GradientBuckets {
   // Drop the sum of a bucket that Collect waited for, because the step that wanted it has failed.
   void Discard(int plan, int bucket);
 
+  // Whether a sum that Collect handed out will not be complete, because of an error. What waits for it on the
+  // device must not run.
+  bool lost_sums() const;
   // Wait until the device has read all sums that it was to unpack. Returns false if that takes longer.
   bool WaitUntilRead(double patience_s) const;
   // After an error, leave all buffers allocated: MPI or NCCL may still use them.
@@ -168,6 +171,7 @@ class GradientBuckets {
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Plan>> plans_;  // by number; null: removed
   int tags_ = 0;                              // given to buckets so far
+  bool lost_sums_ = false;
 };
 
 }  // namespace hvpipe

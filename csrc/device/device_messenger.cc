@@ -37,7 +37,7 @@ void DeviceMessenger::Send(int peer, int tag, const void* data, std::size_t byte
   message->BeginBehind(device, stream);
   message->sends = true;
   Enqueue("transfer", what, std::move(done), [&](Operation& operation) {
-    if (device.nccl_connects_all()) {
+    if (device.messages_by_nccl()) {
       message->call = [=](NcclCommunicator& ranks, int other, Device::Stream on) {
         ranks.Send(data, bytes, other, on);
       };
@@ -59,7 +59,7 @@ void DeviceMessenger::ReceiveInto(RankDevice& device, const std::shared_ptr<Devi
                                   void* out, const std::string& what, Done done) {
   const std::size_t bytes = message->bytes;
   Enqueue("transfer", what, std::move(done), [&](Operation& operation) {
-    if (device.nccl_connects_all()) {
+    if (device.messages_by_nccl()) {
       message->call = [=](NcclCommunicator& ranks, int other, Device::Stream on) {
         ranks.Receive(out, bytes, other, on);
       };

@@ -1,5 +1,5 @@
-// Messages of device memory between two ranks, and sums among some: by NCCL if it connects all ranks, else
-// through host memory and MPI.
+// Messages of device memory between two ranks, and sums among some: by NCCL if it connects all ranks and may
+// have several communicators, else through host memory and MPI.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@
 namespace hvpipe {
 
 // No call waits. Memory is read and written after the work that is on `stream` at the time of the call.
-// Received data are visible to all streams when `done` is called. If NCCL connects all ranks, both ends must
+// Received data are visible to all streams when `done` is called. If NCCL carries messages, both ends must
 // use device memory.
 //
 // Threads: any thread may call. The posted messages have a lock of their own.

@@ -27,10 +27,11 @@ void AddCopy(Operation& operation, Device& device, Device::Event begun, Device::
   AddArrival(operation, device, nullptr, ended);
 }
 
-void AddArrival(Operation& operation, Device& device, NcclCommunicator* ranks, Device::Event event) {
-  operation.AddStage([&device, ranks, event](const Operation&) {
-    return std::make_unique<DeviceArrival>(device, ranks, event);
-  });
+void AddArrival(Operation& operation, Device& device, NcclCommunicator* ranks, Device::Event event,
+                OrderQueue* order) {
+  operation.AddStage([&device, ranks, event](
+                         const Operation&) { return std::make_unique<DeviceArrival>(device, ranks, event); },
+                     order);
 }
 
 }  // namespace hvpipe

@@ -56,7 +56,8 @@ void AddCopy(Operation& operation, Device& device, Device::Event begun, Device::
              Device::Stream stream, std::function<void(Device& device)> copy);
 
 // Append a stage that waits until the device has reached `event`. `ranks`: the communicator that the event
-// may have to wait for; null if none.
-void AddArrival(Operation& operation, Device& device, NcclCommunicator* ranks, Device::Event event);
+// may have to wait for; null if none. `order`: events of one stream, reached in this order.
+void AddArrival(Operation& operation, Device& device, NcclCommunicator* ranks, Device::Event event,
+                OrderQueue* order = nullptr);
 
 }  // namespace hvpipe

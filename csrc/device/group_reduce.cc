@@ -74,7 +74,7 @@ bool Launch(RankDevice& device, Channel& channel, const Transport& members, Grou
 
 void GroupReducer::AddStages(Operation& operation, const std::shared_ptr<GroupReduce>& reduce) {
   OrderQueue* const order = messenger_.OrderOf(reduce->group, reduce->call);
-  if (!device_.nccl_connects_all()) return AddThroughHost(operation, reduce, order);
+  if (!device_.messages_by_nccl()) return AddThroughHost(operation, reduce, order);
   AddArrival(operation, *device_.device, nullptr, reduce->begun.get());
   AddTurn(operation, reduce, order);
   AddNccl(operation, reduce, order);

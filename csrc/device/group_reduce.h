@@ -1,4 +1,4 @@
-// All-reduces of device memory among some ranks: by NCCL if it connects all ranks, else through host memory.
+// All-reduces of device memory among some ranks: by NCCL if it carries messages, else through host memory.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ struct GroupReduce {
         count(elements),
         dtype(type),
         memory(device.device_pool.Take(bytes())),
-        host_memory(device.nccl_connects_all() ? nullptr : device.host_pool.Take(bytes())),
+        host_memory(device.messages_by_nccl() ? nullptr : device.host_pool.Take(bytes())),
         begun(OwnedEvent(*device.device)),
         ended(OwnedEvent(*device.device)) {}
   std::size_t bytes() const { return count * SizeOf(dtype); }

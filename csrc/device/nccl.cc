@@ -262,15 +262,19 @@ void NcclCommunicator::Grouped(const std::function<void()>& calls) {
 }
 
 void NcclCommunicator::Abort() noexcept {
+  if (communicator_ != nullptr) EndOnThread(library_.CommAbort);
+}
+
+// On a thread of its own, because NCCL may wait for other ranks of this host.
+void NcclCommunicator::EndOnThread(int (*end)(nccl::Communicator)) noexcept {
   const nccl::Communicator ended = std::exchange(communicator_, nullptr);
-  if (ended == nullptr) return;
   try {
     std::promise<void> over;
-    aborted_ = over.get_future();
-    std::thread([abort = library_.CommAbort, ended, device = device_, over = std::move(over)]() mutable {
+    ended_ = over.get_future();
+    std::thread([end, ended, device = device_, over = std::move(over)]() mutable {
       {
         const Here here(device);
-        (void)abort(ended);
+        (void)end(ended);
       }
       over.set_value();
     }).detach();
@@ -279,8 +283,8 @@ void NcclCommunicator::Abort() noexcept {
 }
 
 bool NcclCommunicator::Aborted(double patience_s) const {
-  return !aborted_.valid() ||
-         aborted_.wait_for(std::chrono::duration<double>(patience_s)) == std::future_status::ready;
+  return !ended_.valid() ||
+         ended_.wait_for(std::chrono::duration<double>(patience_s)) == std::future_status::ready;
 }
 
 void NcclCommunicator::BeginClose() {
@@ -303,8 +307,10 @@ void NcclCommunicator::Close(double timeout_s) {
     Abort();
     throw;
   }
-  const Here here(device_);
-  library_.Check(library_.CommDestroy(std::exchange(communicator_, nullptr)), "ncclCommDestroy");
+  EndOnThread(library_.CommDestroy);
+  if (!Aborted(timeout_s)) {
+    throw Error("Waited " + std::to_string(timeout_s) + " s for NCCL: ncclCommDestroy", ErrorKind::kDeadline);
+  }
 }
 
 }  // namespace hvpipe

@@ -23,6 +23,9 @@ constexpr int kSum = 0;
 constexpr int kInt8 = 0;
 constexpr int kMajor = 2;
 constexpr int kOldest = 21900;  // 2.19: before it, an abort may hang if several threads use NCCL
+// 2.27: before it, what a non-blocking call leaves behind on its thread is used by calls on other
+// communicators, which then crash.
+constexpr int kOldestWithSeveral = 22700;
 
 struct UniqueId {
   char internal[128];
@@ -102,9 +105,9 @@ class NcclLibrary {
 };
 
 // One rank's end of an NCCL communicator, on a device that each call makes current: without a current device
-// NCCL makes a context on the first GPU of the host. Calls only enqueue; none waits for a peer. After each
-// call, ask Ready until it is true before the next call, and before recording an event behind it. All ranks
-// make the same calls in the same order.
+// NCCL makes a context on the first GPU of the host. Calls only enqueue; none waits for a peer (in NCCL 2.22
+// to 2.25 the first call of a kind may). After each call, ask Ready until it is true before the next call,
+// and before recording an event behind it. All ranks make the same calls in the same order.
 //
 // Threads: the driving thread (see Progress), except that any thread may call Abort.
 class NcclCommunicator {
@@ -151,9 +154,9 @@ class NcclCommunicator {
   void Abort() noexcept;
   // Whether NCCL finishes an abort within `patience_s` seconds. True without an abort.
   bool Aborted(double patience_s) const;
-  // Close the communicator with nothing under way. Waits for NCCL for at most `timeout_s` seconds; aborts if
-  // it throws. To close several, call BeginClose on all of them first, because other ranks may close them in
-  // another order.
+  // Close the communicator with nothing under way. Waits for NCCL for at most `timeout_s` seconds in each of
+  // two steps; aborts if it throws. To close several, call BeginClose on all of them first, because other
+  // ranks may close them in another order.
   void BeginClose();
   void Close(double timeout_s);
   // Where this rank's share of such a buffer begins.
@@ -161,13 +164,14 @@ class NcclCommunicator {
 
  private:
   nccl::Communicator Usable() const;
+  void EndOnThread(int (*end)(nccl::Communicator)) noexcept;
 
   const NcclLibrary& library_;
   const std::shared_ptr<Device> device_;
   const int rank_, size_;
   nccl::Communicator communicator_ = nullptr;
   bool closing_ = false;
-  std::future<void> aborted_;
+  std::future<void> ended_;
 };
 
 }  // namespace hvpipe

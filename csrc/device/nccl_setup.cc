@@ -161,7 +161,7 @@ std::optional<std::string> NcclSetup::Open() {
 std::unique_ptr<RankDevice> NcclSetup::Connect() {
   device_->route = topology_.size == 1 ? "one rank" : "through the host: no NCCL was named";
   if (topology_.size > 1 && !options_.nccl.empty()) ConnectByNccl();
-  if (device_->nccl_connects_all()) {
+  if (device_->messages_by_nccl()) {
     std::vector<int> all(static_cast<std::size_t>(topology_.size));
     std::iota(all.begin(), all.end(), 0);
     device_->ready_signals = &AddTransport(all);
@@ -198,6 +198,9 @@ void NcclSetup::ConnectByNccl() {
                               static_cast<std::size_t>(topology_.local_size)));
   } else if (MakeCommunicator({topology_.rank, topology_.size, 0})) {
     device_->route = "by NCCL " + device_->library->VersionText();
+    if (!device_->messages_by_nccl()) {
+      device_->route += "; a pipeline's tensors through the host, because they need NCCL 2.27 or later";
+    }
   }
 }
 

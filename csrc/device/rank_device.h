@@ -63,16 +63,21 @@ class RankDevice {
   bool nccl_memory = false;  // all ranks register large buffers with NCCL
   // If `ranks` are those of a host: connects the ranks with this local rank on all hosts.
   Transport* rail = nullptr;
-  std::string route;  // description: by NCCL, or why not
-  OrderQueue order;   // all ranks hand collectives to the device in this order
+  std::string route;    // description: by NCCL, or why not
+  OrderQueue order;     // all ranks hand collectives to the device in this order
+  OrderQueue arrivals;  // gathers end in this order, so only the first one is asked for
 
   // Messages have streams of their own, so that collectives do not delay them, nor downloads delay uploads.
   // All uploads share one.
   OwnedHandle message_stream, download_stream, upload_stream;
   MemoryPool device_pool, host_pool;
-  Transport* ready_signals = nullptr;  // from receivers to senders; null unless NCCL connects all ranks
+  Transport* ready_signals = nullptr;  // from receivers to senders; null unless NCCL carries messages
 
   bool nccl_connects_all() const { return ranks != nullptr && rail == nullptr; }
+  // Whether NCCL carries messages and sums of groups, which need communicators beside that of all ranks.
+  bool messages_by_nccl() const {
+    return nccl_connects_all() && library->version() >= nccl::kOldestWithSeveral;
+  }
   // Differs between ranks that reduce device memory in different ways.
   std::uint64_t Signature() const;
   // Throw unless this many bytes of device memory are free.

@@ -52,7 +52,7 @@ namespace {
 // The options that do not depend on what connects the ranks.
 EngineOptions OptionsOf(double timeout_s, double first_step_timeout_s, std::size_t segment_bytes,
                         int messages_in_flight, std::size_t slot_bytes, bool trace, double stall_warn_s,
-                        const std::string& flight_path) {
+                        const std::string& flight_path, const std::string& end_sign) {
   EngineOptions options;
   options.timeout_s = timeout_s;
   options.first_steps_timeout_s = first_step_timeout_s;
@@ -63,6 +63,7 @@ EngineOptions OptionsOf(double timeout_s, double first_step_timeout_s, std::size
   options.trace = trace;
   options.stall_warn_s = stall_warn_s;
   options.flight_path = flight_path;
+  options.end_sign = end_sign;
   return options;
 }
 
@@ -70,9 +71,9 @@ EngineOptions OptionsOf(double timeout_s, double first_step_timeout_s, std::size
 std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, double first_step_timeout_s,
                                    std::size_t segment_bytes, int messages_in_flight, std::size_t slot_bytes,
                                    bool shared_memory, int ranks_per_host, bool trace, double stall_warn_s,
-                                   const std::string& flight_path) {
+                                   const std::string& flight_path, const std::string& end_sign) {
   EngineOptions options = OptionsOf(timeout_s, first_step_timeout_s, segment_bytes, messages_in_flight,
-                                    slot_bytes, trace, stall_warn_s, flight_path);
+                                    slot_bytes, trace, stall_warn_s, flight_path, end_sign);
   options.shared_memory = shared_memory;
   options.ranks_per_host = ranks_per_host;
   const nb::gil_scoped_release release;
@@ -84,9 +85,10 @@ std::shared_ptr<Engine> MakeEngineOverSockets(std::shared_ptr<SocketMesh> mesh, 
                                               const std::string& shared_file, double timeout_s,
                                               double first_step_timeout_s, std::size_t segment_bytes,
                                               int messages_in_flight, std::size_t slot_bytes, bool trace,
-                                              double stall_warn_s, const std::string& flight_path) {
+                                              double stall_warn_s, const std::string& flight_path,
+                                              const std::string& end_sign) {
   const EngineOptions options = OptionsOf(timeout_s, first_step_timeout_s, segment_bytes, messages_in_flight,
-                                          slot_bytes, trace, stall_warn_s, flight_path);
+                                          slot_bytes, trace, stall_warn_s, flight_path, end_sign);
   const nb::gil_scoped_release release;
   return std::make_shared<Engine>(OverSockets(std::move(mesh), {hosts, shared_file}), options);
 }
@@ -148,12 +150,12 @@ void BindEngine(EngineClass& engine) {
                   nb::arg("first_step_timeout_s") = 0.0, nb::arg("segment_bytes"),
                   nb::arg("messages_in_flight"), nb::arg("slot_bytes"), nb::arg("shared_memory"),
                   nb::arg("ranks_per_host"), nb::arg("trace"), nb::arg("stall_warn_s") = 0.0,
-                  nb::arg("flight_path") = "")
+                  nb::arg("flight_path") = "", nb::arg("end_sign") = "")
       .def_static("create_over_sockets", &MakeEngineOverSockets, nb::arg("mesh"), nb::kw_only(),
                   nb::arg("hosts"), nb::arg("shared_file"), nb::arg("timeout_s"),
                   nb::arg("first_step_timeout_s") = 0.0, nb::arg("segment_bytes"),
                   nb::arg("messages_in_flight"), nb::arg("slot_bytes"), nb::arg("trace"),
-                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "")
+                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "", nb::arg("end_sign") = "")
       .def(
           "fail",
           [](Engine& self, const std::string& message) {

@@ -140,6 +140,7 @@ void BindCollectives(EngineClass& engine) {
       .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
            nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"), nb::arg("refusal"))
       .def_prop_ro("nccl_connects_all", [](const Engine& self) { return self.device().nccl_connects_all(); })
+      .def_prop_ro("messages_by_nccl", [](const Engine& self) { return self.device().messages_by_nccl(); })
       .def("all_reduce_device", &AllReduceDevice, nb::arg("address"), nb::arg("out"), nb::arg("bytes"),
            nb::arg("dtype"), nb::arg("scale"), nb::arg("what"), nb::arg("stream"))
       .def("broadcast_device", &BroadcastDevice, nb::arg("address"), nb::arg("bytes"), nb::arg("root"),

@@ -187,6 +187,11 @@ class Engine:
         """Whether data on GPUs goes by NCCL between all ranks, also between hosts; after `use_device`."""
         return bool(self._core_for("NCCL").nccl_connects_all)
 
+    @property
+    def messages_by_nccl(self) -> bool:
+        """Whether NCCL carries messages and sums of groups of ranks; after `use_device`."""
+        return bool(self._core_for("NCCL").messages_by_nccl)
+
     def use_gpus_of_all(self, ordinal: int | None) -> bool:
         """Tell whether the gradients of all ranks are reduced in the memory of their GPUs.
 

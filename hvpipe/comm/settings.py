@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hvpipe.comm import horovod_variables
+from hvpipe.comm.job_folder import abort_sign
 from hvpipe.errors import HvpipeError
 
 Backend = Literal["mpi", "tcp"]
@@ -108,6 +109,7 @@ class Settings:
             "trace": self.trace_path is not None,
             "stall_warn_s": self.engine_stall_s,
             "flight_path": self.flight_path,
+            "end_sign": "" if self.job_folder is None else str(abort_sign(self.job_folder)),
         }
 
 

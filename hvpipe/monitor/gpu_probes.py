@@ -16,6 +16,7 @@ _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal"
 # Codes of an NVMLError that would come again next time: invalid argument, not supported, no permission,
 # function not found, argument version mismatch, deprecated.
 _NEVER = {2, 3, 4, 13, 25, 26}
+_MEMORY = "memory, second version"
 # NVML was shut down; the GPU is lost, needs a reset, or was not found.
 _LOST = {1, 15, 16, 28}
 
@@ -67,7 +68,9 @@ class GpuProbes:
         self._seen_us = 0  # time of the newest sample of process utilization
         self._probes: dict[str, Callable[[float], Values]] = {
             "utilization": lambda _: self._utilization(),
-            "memory": lambda _: {"memory_bytes": library.nvmlDeviceGetMemoryInfo(device).used},
+            _MEMORY: lambda _: {  # without what the driver keeps for itself, as nvidia-smi
+                "memory_bytes": library.nvmlDeviceGetMemoryInfo(device, library.nvmlMemory_v2).used
+            },
             "SM clock": lambda _: {"sm_mhz": library.nvmlDeviceGetClockInfo(whole, library.NVML_CLOCK_SM)},
             "temperature": lambda _: {
                 "celsius": library.nvmlDeviceGetTemperature(whole, library.NVML_TEMPERATURE_GPU)
@@ -100,12 +103,17 @@ class GpuProbes:
         return values
 
     def _give_up(self, label: str, why: str) -> None:
-        if label != "fields":
+        if label == "fields":
+            del self._probes[label]
+            for field in self._fields:
+                self._use_older_call(field, why)
+        elif label == _MEMORY:  # drivers before 510
+            del self._probes[label]
+            self._probes["memory"] = lambda _: {
+                "memory_bytes": self._library.nvmlDeviceGetMemoryInfo(self._device).used
+            }
+        else:
             self.leave_out(label, why)
-            return
-        del self._probes[label]
-        for field in self._fields:
-            self._use_older_call(field, why)
 
     def _use_older_call(self, field: _Field, why: str) -> None:
         """Replace a field that the driver lacks with an older call for the same reading, if one exists."""

@@ -116,15 +116,17 @@ def test_unsupported_figures_are_skipped_and_not_read_again(
     meter.close()
 
 
-def test_an_older_driver_is_read_one_field_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = FakeGpu(0, fails={"nvmlDeviceGetFieldValues": NOT_SUPPORTED})
+def test_an_older_driver_is_read_by_older_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = ("nvmlDeviceGetFieldValues", "nvmlDeviceGetMemoryInfo_v2")
+    gpu = FakeGpu(0, fails=dict.fromkeys(later, NOT_SUPPORTED))
     fake = install(monkeypatch, gpu)
     meter = GpuMeter(None, 0)
     meter.look(1.0)
     reading = meter.look(2.0)
     assert (reading.power_w, reading.energy_j) == (250.0, 0.0)
     assert (reading.pcie_sent_bytes_per_s, reading.pcie_received_bytes_per_s) == (30e3, 31e3)
-    assert fake.asked.count("nvmlDeviceGetFieldValues") == 1
+    assert reading.memory_bytes == 1500
+    assert [fake.asked.count(call) for call in later] == [1, 1]
     assert meter.notes() == ["Made-up GPU gives no NVLink sending, NVLink receiving: Not Supported"]
     meter.close()
 

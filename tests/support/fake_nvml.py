@@ -62,6 +62,7 @@ class FakeNvml:
     NVMLError = NVMLError
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
+    nvmlMemory_v2 = 0x02000028
     NVML_PCIE_UTIL_TX_BYTES = 0
     NVML_PCIE_UTIL_RX_BYTES = 1
     NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION = 83
@@ -127,10 +128,11 @@ class FakeNvml:
             gpu, "nvmlDeviceGetUtilizationRates", lambda: SimpleNamespace(gpu=40 + gpu.index, memory=20)
         )
 
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
-        return self._answer(
-            gpu, "nvmlDeviceGetMemoryInfo", lambda: SimpleNamespace(used=gpu.memory_used, total=8000)
-        )
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu, version: int | None = None) -> Any:
+        """As NVML: the first version counts what the driver keeps for itself as used."""
+        name, reserved = ("nvmlDeviceGetMemoryInfo_v2", 0) if version else ("nvmlDeviceGetMemoryInfo", 500)
+        used = gpu.memory_used + reserved
+        return self._answer(gpu, name, lambda: SimpleNamespace(used=used, total=8000))
 
     def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, clock: int) -> int:
         assert clock == self.NVML_CLOCK_SM

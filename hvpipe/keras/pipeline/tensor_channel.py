@@ -44,7 +44,7 @@ class TensorChannel:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._in_flight: deque[tuple[Any, Any]] = deque()
-        self.by_nccl = device is not None and session.engine.nccl_connects_all
+        self.by_nccl = device is not None and session.engine.messages_by_nccl
         """Whether NCCL carries tensors between all ranks."""
 
     def send(

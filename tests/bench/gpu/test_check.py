@@ -43,7 +43,7 @@ def test_without_a_gpu_the_check_says_so_and_exits_with_its_code() -> None:
 def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Set up one stand-in GPU for all ranks and an NCCL that may share it. Return the path for the JSON."""
     monkeypatch.setattr(check, "gpus", lambda: 1)
-    monkeypatch.setattr(check, "one_rank", lambda nccl: [])
+    monkeypatch.setattr(check, "one_rank", lambda *_: [])
     monkeypatch.setattr(check, "nvml_against_smi", list)
     monkeypatch.setattr(check, "WORKER", "gpu_stand_in")
     monkeypatch.setattr(sys, "argv", ["check", "--small", "--json", str(tmp_path / "rows.json")])
@@ -90,7 +90,9 @@ def test_a_dry_run_verifies_and_measures_everything_and_names_what_is_wrong(
     wrong = {what: row["result"] for what, row in rows.items() if row["ok"] is False}
     assert f"{len(rows)} rows, {len(wrong)} wrong" in printed
     assert wrong.pop("1 rank: verify faces") == "FAILED: RuntimeError: broken for a test"
-    assert wrong.pop("1 rank(s) {}") == "FAILED: exit code 1"
+    assert wrong.pop("1 rank(s) small {}") == "FAILED: exit code 1"
+    assert rows["2 ranks: sums under way at the end"]["ok"]
+    assert "ended after 1" in rows["2 ranks: a sum that hangs"]["result"]
     ways = ("2 ranks, host", "2 ranks, NCCL", "4 ranks, NCCL")
     assert set(wrong) == {f"{way}: {one}" for way in ways for one in sums}
     assert "!! 2 ranks, NCCL: all-reduce float32 " in printed
@@ -114,7 +116,8 @@ def test_the_driver_compiles() -> None:
 
 
 def test_rows_of_the_driver() -> None:
-    rows = check.driver_rows("note NCCL 2.32.3\nok streams\nFAILED NCCL: join: no GPU: none\n", -11)
+    printed = "note NCCL 2.32.3\nok streams\nFAILED NCCL: join: no GPU: none\n"
+    rows = check.driver_rows(printed, "exit code -11")
     assert [(row["what"], row["result"], row["ok"]) for row in rows] == [
         ("C++: NCCL 2.32.3", "note", None),
         ("C++: streams", "ok", True),
@@ -132,7 +135,7 @@ def test_ranks_that_fail_or_hang_become_a_row(
     (tmp_path / "failing_worker.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(check, "WORKER", "failing_worker")
-    (row,) = check.run(1, {}, small=True, timeout_s=5)
+    (row,) = check.run(1, {}, "small", timeout_s=5)
     assert row["ok"] is False
     assert said in row["result"]
 
@@ -142,21 +145,28 @@ def test_two_ranks_share_a_gpu_only_with_an_nccl_that_can(monkeypatch: pytest.Mo
     shared = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     host = {"HVPIPE_NCCL_LIBRARY": "none"}
     inside = {"HVPIPE_RANKS_PER_HOST": "2", "HVPIPE_NCCL_SPAN": "host"}
-    assert check.runs(1, 23000) == [(1, {}), (2, {**shared, **host}), (2, shared), (4, {**shared, **inside})]
-    assert check.runs(1, 22809) == [(1, {}), (2, {**shared, **host})]
-    assert check.runs(2, 22809) == [(1, {}), (2, host), (2, {})]
-    assert check.runs(2, 0) == [(1, {}), (2, host)]
-    assert check.runs(4, 22809) == [(1, {}), (2, host), (2, {}), (4, inside)]
+    soon = {"HVPIPE_TIMEOUT": "10.0", "HVPIPE_FIRST_STEP_TIMEOUT": "10.0"}
+
+    def ends(settings: dict[str, str]) -> list[tuple[int, dict[str, str], str]]:
+        return [(2, settings, "leave"), (2, {**settings, **soon}, "hang")]
+
+    one, by_host = (1, {}, "all"), (2, {**shared, **host}, "all")
+    two, four = (2, shared, "all"), (4, {**shared, **inside}, "all")
+    assert check.runs(1, 23000, "all") == [one, by_host, two, four, *ends(shared)]
+    assert check.runs(1, 22809, "all") == [one, by_host]
+    assert check.runs(2, 22809, "all") == [one, (2, host, "all"), (2, {}, "all"), *ends({})]
+    assert check.runs(2, 0, "all") == [one, (2, host, "all")]
+    assert check.runs(4, 22809, "all")[2:4] == [(2, {}, "all"), (4, inside, "all")]
 
 
-def test_racecheck_looks_at_hvpipes_kernels() -> None:
+def test_initcheck_looks_at_hvpipes_kernels() -> None:
     ptx = (check.REPOSITORY / "csrc/device/kernels.ptx").read_text()
     assert ptx.count(".visible .entry ") == ptx.count(f".visible .entry {check.KERNELS}") == 10
 
 
 def test_compute_sanitizer_runs_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A program in its place runs what follows its options, and exits with what it found."""
-    (tmp_path / "compute-sanitizer").write_text('#!/bin/sh\nshift 6\n"$@"\nexit "$FOUND"\n')
+    (tmp_path / "compute-sanitizer").write_text('#!/bin/sh\nshift 8\n"$@"\nexit "$FOUND"\n')
     (tmp_path / "compute-sanitizer").chmod(0o755)
     (tmp_path / "worker.py").write_text("")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -218,7 +228,9 @@ class Timed(StandIn):
         self.spend("submit", 0.002)
         self.reduced_s = self.now_s + 0.004
 
-    def collect_on_device(self, *_: Any) -> None:
+    def remove_plan(self, plan: int) -> None: ...
+
+    def collect_on_device(self, *_: Any, **__: Any) -> None:
         self.now_s = max(self.now_s, self.reduced_s)
         self.spend("collect", 0.001)
 
@@ -227,7 +239,7 @@ class Timed(StandIn):
 def test_figures_are_computed_from_the_clock(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int
 ) -> None:
-    world = {"size": lambda: ranks, "rank": lambda: 0, "barrier": lambda: None}
+    world = {"size": lambda: ranks, "rank": lambda: 0, "barrier": lambda: None, "shutdown": lambda: None}
     told = {"broadcast_object": lambda one: one, "allgather_object": lambda one: [one] * ranks}
     for module in (check_worker, gpu_rows, measure, verify):
         monkeypatch.setattr(module, "hvpipe", SimpleNamespace(**world, **told))

@@ -6,6 +6,7 @@ The device and NCCL are fakes (tests/support/native).
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +53,27 @@ def test_arrays_go_around_the_ring(engine: Engine, dtype: str) -> None:
         received.wait()
         sent.wait()
         np.testing.assert_array_equal(out.values, values_of(before, count, dtype))
+
+
+def test_an_nccl_before_2_27_gets_no_second_communicator(libraries: Libraries) -> None:
+    needs_others()
+    older = open_engine(libraries, "NCCL", nccl_library=libraries.old_nccl)
+    assert re.match(r"by NCCL 2\.22\.3; a pipeline's tensors through the host", older.use_device())
+    assert (older.nccl_connects_all, older.messages_by_nccl) == (True, False)
+    rank, size = hvpipe.rank(), hvpipe.size()
+    out = empty(5)
+    received = older.receive_on_device(out, (rank - 1) % size, 0, "a message")
+    older.send(OnDevice(values_of(rank, 5, "float32")), (rank + 1) % size, 0, "a message").wait()
+    received.wait()
+    np.testing.assert_array_equal(out.values, values_of((rank - 1) % size, 5, "float32"))
+    total = OnDevice(np.ones(5, np.float32))
+    request = older.post_group_reduce(older.add_group(range(size)), 5, "float32", "a sum")
+    older.send_posted(request.number, total)
+    request.wait()
+    older.take_posted(request.number, total)
+    np.testing.assert_array_equal(total.values, size)
+    older.agree("end of a case")
+    older.stop()
 
 
 @pytest.mark.parametrize("first", ["sends", "receives"])
