@@ -235,7 +235,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_argument_group("how it is spread over the ranks")
     how.add_argument("--stages", type=int, metavar="N", help="number of stages (one on each rank)")
     how.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a batch (4)")
-    how.add_argument("--schedule", help="gpipe, 1f1b (default), zb-h1 or interleaved")
+    how.add_argument("--schedule", help="gpipe, 1f1b (default), eager-1f1b, zb-h1 or interleaved")
     how.add_argument("--chunks", type=int, help="stages on each rank, if interleaved (2)")
     how.add_argument("--replicas", type=numbers, metavar="2,1", help="number of ranks of each stage")
     how.add_argument(

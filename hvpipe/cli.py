@@ -20,10 +20,9 @@ blackbox or plan cannot read a file, plan found no plan that fits or refuses an 
 output cannot be written, or migrate left something to do by hand; 2 other wrong usage, the run could
 not be started, profile found no model to measure, or migrate cannot read, parse or write a file; 75
 the job ended with a complete checkpoint, start it again; 69 an elastic job has too few ranks left;
-otherwise run and profile return mpirun's exit code, 128 + n after signal n; bench returns 1 if rounds
-failed or compare found a regression"""
-_BENCH_COMMANDS = """run quick, run full, step, tune, report DIR, advise DIR, compare BEFORE AFTER,
-readme DIR; each has --help"""
+otherwise run and profile return mpirun's exit code, 128 + n after signal n; bench returns 1 if
+rounds failed"""
+_BENCH_COMMANDS = "run SUITE, step, tune, report DIR, advise DIR, readme DIR; each has --help"
 
 
 class _Command(Protocol):

@@ -44,7 +44,7 @@ def without_xla(session: Session, model: Any) -> None:
     if session.world.rank == 0:
         logger.warning(
             "hvpipe: jit_compile is switched off for model %s: XLA cannot compile the communication "
-            "that runs inside the step. docs/sharp-bits.md says how to compile what is around it.",
+            "that runs inside the step. docs/pitfalls.md says how to compile what is around it.",
             model.name,
         )
     model.jit_compile = False

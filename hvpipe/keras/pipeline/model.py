@@ -84,7 +84,8 @@ def pipeline_parallel(
     separately. Only the batches of the rank with the first stage count; the other ranks' batches must have
     the same number of samples.
 
-    Layers are balanced by the greedy partitioner. All ranks plan with the `profile` and `cluster` of rank 0.
+    Without a `cluster`, layers are balanced by the greedy partitioner. With one, a search chooses the fastest
+    plan of all ranks. All ranks plan with the `profile` and `cluster` of rank 0.
 
     Args:
         build_model: A functional or Sequential model, or a function without arguments that returns one. With
@@ -93,11 +94,13 @@ def pipeline_parallel(
             of its file. A plan also sets all options below.
         microbatches: The number of micro-batches that a batch is cut into. Default: 8. With fewer than stages
             some ranks always wait; "interleaved" refuses that.
-        schedule: "gpipe", "1f1b", "eager-1f1b", "zb-h1" or "interleaved". Default: "1f1b".
+        schedule: "gpipe", "1f1b", "eager-1f1b", "zb-h1" or "interleaved". Default: "1f1b"; with a
+            `cluster`, the fastest.
         chunks: The number of stages on each rank with "interleaved". Default: 2.
         replicas: The number of ranks that hold each stage, such as (2, 1, 1). Default: equal for all stages.
         recompute: Keep only a stage's inputs and run its forward again in the backward: True for all stages,
-            or the numbers of some stages.
+            or the numbers of some stages. Default: none; with a `cluster`, the stages that lack memory
+            otherwise.
         profile: The costs of the layers, or the path of the file from `hvpipe profile`. Default: rough costs
             from the layers' shapes.
         cluster: The devices and links, or the path of a file. Default: equal devices.

@@ -370,7 +370,7 @@ def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:
         return plan
     if plan.pipelining.chunks > 1:
         raise HvpipeError(
-            "Several ranks for a stage need one of the schedules gpipe, 1f1b, zb-h1. "
+            "Several ranks for a stage need one of the schedules gpipe, 1f1b, eager-1f1b, zb-h1. "
             f"Received: schedule='interleaved', replicas={tuple(replicas)}"
         )
     stages = tuple(
