@@ -21,6 +21,7 @@ int GradientBuckets::AddPlan(const std::string& name, std::uint64_t signature,
     plan->signature ^= device.Signature();
     std::size_t bytes = 0;  // of all its buckets there: a plan allocates them all now
     for (const BucketLayout& layout : layouts) bytes += layout.row > 0 ? 0 : layout.bytes();
+    WaitForRemovals();
     device.CheckFreeMemory(bytes, "the gradients' " + std::to_string(layouts.size()) + " buckets");
   }
   for (BucketLayout& layout : layouts) plan->buckets.push_back(MakeBucket(std::move(layout), memory));
@@ -79,7 +80,7 @@ const BucketLayout& GradientBuckets::layout(int plan, int bucket) const {
 }
 
 void GradientBuckets::RemovePlan(int plan) {
-  std::shared_ptr<Plan> removed;
+  std::unique_ptr<Plan> idle_plan;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const Plan& found = PlanAt(plan);
@@ -87,16 +88,30 @@ void GradientBuckets::RemovePlan(int plan) {
       return bucket->state == BucketState::kIdle && !bucket->announced;
     });
     if (!idle || progress_.refusal()) return;
-    removed = std::move(plans_[static_cast<std::size_t>(plan)]);
+    idle_plan = std::move(plans_[static_cast<std::size_t>(plan)]);
   }
-  const auto& buckets = removed->buckets;
+  const auto& buckets = idle_plan->buckets;
   if (std::none_of(buckets.begin(), buckets.end(),
                    [](const auto& bucket) { return bucket->device != nullptr; }))
     return;
+  ++removals_;
+  const std::shared_ptr<Plan> removed(idle_plan.release(), [this](const Plan* ended) {
+    delete ended;
+    --removals_;
+  });
   try {
     progress_.Enqueue({MakeRemoval(removed)}, true);
   } catch (const Error&) {  // the engine failed in another thread just now: leak the plan, as Leak does
     new std::shared_ptr<Plan>(removed);
+  }
+}
+
+// A model that is compiled anew needs the memory of its plan before.
+void GradientBuckets::WaitForRemovals() const {
+  constexpr double kPatienceS = 10;
+  const double end_s = Now() + kPatienceS;
+  while (removals_ > 0 && Now() < end_s && !progress_.refusal()) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
 }
 

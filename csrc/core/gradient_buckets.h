@@ -1,6 +1,7 @@
 // Gradient buckets: the fused buffers whose all-reduce overlaps with training.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -139,6 +140,7 @@ class GradientBuckets {
   Plan& PlanAt(int plan) const;
   Bucket& BucketAt(int plan, int bucket) const;
   std::shared_ptr<Operation> MakeRemoval(std::shared_ptr<Plan> plan);
+  void WaitForRemovals() const;
   // announce.cc
   void SetTags(Plan& plan);
   std::vector<std::shared_ptr<Operation>> AnnounceBuckets(Plan& plan);
@@ -172,6 +174,7 @@ class GradientBuckets {
   std::vector<std::unique_ptr<Plan>> plans_;  // by number; null: removed
   int tags_ = 0;                              // given to buckets so far
   bool lost_sums_ = false;
+  std::atomic<int> removals_{0};  // of plans in device memory, under way
 };
 
 }  // namespace hvpipe

@@ -150,7 +150,10 @@ class BucketReducer:
         self._session.announcements += 1
         with on_the_host():
             samples = tf.cast(samples, tf.float64)
-        with tf.control_dependencies([*_take_collected(), samples]), on_the_host():
+            ones, others = _take_collected()
+            if ones:
+                reduces = tf.logical_and(reduces, tf.add_n(ones) > 0)
+        with tf.control_dependencies([*others, samples]), on_the_host():
             # TensorFlow reads a variable at once. A sum it would queue behind the forward.
             announced = self.step.read_value()
             self.step.assign_add(1)
@@ -220,7 +223,7 @@ class BucketReducer:
             rows, values = library().hvpipe_collect_rows(
                 token=token, shapes=[shape], T=dtype, plan=self._plan_id, bucket=sent
             )
-            whole = tf.constant(shape, tf.int64)
+            whole = tf.constant(shape, tf.int32)  # which a GPU's kernels take from host memory
         rows.set_shape([None])
         values.set_shape([None, *shape[1:]])
         with tf.device(_GPU):
@@ -335,10 +338,19 @@ def note_collected(tensor: Any) -> None:
         tf.compat.v1.get_default_graph().add_to_collection(_COLLECTED, tensor)
 
 
-def _take_collected() -> list[Any]:
+def _take_collected() -> tuple[list[Any], list[Any]]:
+    """Return what was noted since the last call in this graph.
+
+    For each tensor of this graph a 1 (int32 scalar) that comes when the tensor was enqueued: as in
+    `one_sample`, the host does not wait for a GPU then. Tensors of graphs around this one as they are.
+    """
     if tf.executing_eagerly():
-        return []
+        return [], []
     graph = tf.compat.v1.get_default_graph()
     found: list[Any] = graph.get_collection(_COLLECTED)
     graph.clear_collection(_COLLECTED)
-    return found
+    ones = []
+    for tensor in (each for each in found if each.graph is graph):
+        with tf.control_dependencies([tensor]), tf.device(tensor.device):
+            ones.append(library().hvpipe_one())
+    return ones, [each for each in found if each.graph is not graph]

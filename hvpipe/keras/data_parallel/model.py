@@ -192,7 +192,7 @@ def data_parallel(
         normalise_over_ranks(model)
     methods = InstanceMethods(model)
     options = ReduceOptions(compression, bucket_bytes, nonfinite=nonfinite)
-    overlap_options = OverlapOptions(warmup_steps, rounds)
+    overlap_options = OverlapOptions(warmup_steps, rounds, session.settings.elastic)
     steps = TrainSteps(session, model, methods, mode, overlap_options, options, verify_every, sync_batch_norm)
     DataParallel(model, methods, steps).attach()
     return model

@@ -39,10 +39,12 @@ class OverlapOptions:
         warmup_steps: Steps at the start of "stale" that update with their own gradients, and steps before
             "int8" and "powersgd" compress.
         rounds: Of "local".
+        counts_updates: Whether "step" counts complete updates, for elastic jobs. A GPU's host waits for that.
     """
 
     warmup_steps: int = 0
     rounds: RoundOptions = field(default_factory=RoundOptions)
+    counts_updates: bool = False
 
 
 class Overlap:
@@ -180,8 +182,9 @@ class StepOverlap(_Deferring):
         # TensorFlow orders this after the read above, and before the assignment in `reduce_and_update`.
         with on_the_host():
             self._token.assign(tf.zeros_like(token))
-            with tf.control_dependencies(self._finished):
-                self._updates.assign_add(tf.cast(token > 0, tf.int64))
+            if self._options.counts_updates:
+                with tf.control_dependencies(self._finished):
+                    self._updates.assign_add(tf.cast(token > 0, tf.int64))
 
     def updates(self) -> Any:
         """Return how many steps' updates the steps after them have completed (scalar)."""

@@ -100,7 +100,8 @@ class TrainSteps:
         self.elastic = Elastic(session, model, self) if survives else None
         """Lets steps survive the loss of ranks; None if that was not asked for."""
         # Of the first batch. If it is equal on all ranks, they probably read the same data.
-        self._fingerprint = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_batch")
+        with on_the_host():
+            self._fingerprint = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_batch")
 
     def flush(self) -> None:
         """Run the updates that wait for the next step. Not collective: the gradients have been sent.
@@ -522,9 +523,10 @@ class TrainSteps:
         assert self._hook is not None
         batch = first_leaf(data)
         first = self.train_counter.is_new()
-        self._fingerprint.assign(
-            tf.cond(first, lambda: fingerprint_of(batch), lambda: self._fingerprint.read_value())
-        )
+        with on_the_host():
+            self._fingerprint.assign(
+                tf.cond(first, lambda: fingerprint_of(batch), lambda: self._fingerprint.read_value())
+            )
         samples = self.train_counter.add(batch)
         data = self._hook.begin(samples, data)
         reductions = self.session.announcements

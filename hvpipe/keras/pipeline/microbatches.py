@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from hvpipe.keras.graph.stage_cuts import Stages
 from hvpipe.keras.pipeline.rank_program import RankProgram
 from hvpipe.keras.pipeline.tensor_channel import PendingTensor, TensorChannel
@@ -59,13 +61,16 @@ class MicrobatchInputs:
             whole += batch.targets if is_last and with_targets else ()
             if not whole:
                 continue
+            sends = any(rank_of(Action("F", i, stage)) != root for i in range(len(self.slices)))
+            # What is sent is cut on the host, where messages are.
+            on_host = [np.asarray(x) for x in whole] if program.rank == root and sends else []
             for i, part in enumerate(self.slices):
                 owner = rank_of(Action("F", i, stage))
                 what = f"micro-batch {i} of the batch for stage {stage}"
                 if owner == program.rank == root:
                     self._values[stage, i] = [x[part] for x in whole]
                 elif program.rank == root:
-                    for x in whole:
+                    for x in on_host:
                         channel.send(ranks[owner], x[part], x.dtype, None, what, on_host=True)
                 elif owner == program.rank:
                     self._values[stage, i] = [

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import ops
+from hvpipe.keras.gpu import on_the_host
 from hvpipe.session import Session
 
 # Tags repeat after this many messages between two ranks; both ends count them. The engine keeps a queue for
@@ -212,7 +213,8 @@ class PendingTensor:
             with tf.device(self._device):
                 return ops.take_message(self._data.number, shape, self._dtype)
         array = self._data.arrived().view(self._dtype.as_numpy_dtype).reshape(shape)
-        return tf.convert_to_tensor(array)
+        with on_the_host():  # a copy to a GPU would wait for all that was enqueued there
+            return tf.convert_to_tensor(array)
 
     def _post(self, shape: Sequence[int]) -> Any:
         size_bytes = int(np.prod(shape, dtype=np.int64)) * int(self._dtype.size)

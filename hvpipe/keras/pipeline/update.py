@@ -206,7 +206,8 @@ class PipelineUpdate:
         looks = self._checks.looks_at_gradients
         bad: list[str] = []
         if looks or isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer):
-            finite = [bool(tf.reduce_all(tf.math.is_finite(g))) for g in gradients]
+            flags = [tf.reduce_all(tf.math.is_finite(g)) for g in gradients]
+            finite = tf.stack(flags).numpy() if flags else []  # one copy from a GPU
             bad = [v.path for v, good in zip(self.variables, finite, strict=True) if not good]
         elif not self._together:
             return True
