@@ -21,7 +21,6 @@ from hvpipe.keras.checkpoint.model_check import as_variable, check_kind
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.fit_call import FitCall
-from hvpipe.keras.initial_state import settle
 from hvpipe.keras.pipeline.checkpoint import Shard, describe, read_shards, variables_to_write
 from hvpipe.keras.pipeline.model import PipelineParallel
 from hvpipe.keras.pipeline.model_file import optimizer_of
@@ -191,7 +190,7 @@ class RestoredPipeline:
         named = self._state.named().named
         for name, value in self._values.items():
             named[name].assign(value)
-        settle(self._state.pipeline)
+        self._state.pipeline.settle()
         self._state.pipeline.context.shared.mark_diverged()
 
     def set_own(self) -> None:
