@@ -66,6 +66,12 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert history["accuracy"][-1:] == rest["accuracy"][-1:]
 
 
+def best_weights(pipe: Any) -> dict[str, Any]:
+    """Return the pipeline's weights, without the states of seeds, which are no weights."""
+    named = state(pipe).items()
+    return {name: v for name, v in named if name.startswith("weights/") and v.dtype == "float32"}
+
+
 def test_the_best_weights_are_found_again_in_another_layout(tmp_path: Path) -> None:
     """Regression: a rank set those of the stages that it had before, or the weights of the resumed epoch."""
     if hvpipe.size() == 1:
@@ -79,6 +85,5 @@ def test_the_best_weights_are_found_again_in_another_layout(tmp_path: Path) -> N
     with pytest.raises(Crash):
         train(folder / "cut", crash_at=BATCHES + 3, others=best_first())
     hvpipe.barrier()
-    found, _ = train(folder / "cut", others=best_first(), schedule="interleaved")
-    weights = [{n: v for n, v in state(pipe).items() if n.startswith("weights/")} for pipe in (found, wanted)]
-    assert_same(*weights)
+    found, _ = train(folder / "cut", others=best_first(), stages=1, microbatches=4)
+    assert_same(best_weights(found), best_weights(wanted))
