@@ -293,8 +293,12 @@ def inputs_structure(functional: Any) -> Any:
 
 
 def outputs_structure(functional: Any) -> Any:
-    """Return the nested structure of outputs (`Function._outputs_struct`). Losses with several outputs."""
-    return functional._outputs_struct
+    """Return the nested structure of what a call returns: `Function._outputs_struct`, without a list of one.
+
+    Losses with several outputs need it.
+    """
+    found = functional._outputs_struct
+    return found[0] if isinstance(found, (list, tuple)) and len(found) == 1 else found
 
 
 def standardize_inputs(functional: Any, inputs: Any) -> list[Any]:

@@ -84,12 +84,17 @@ def broadcast_model(model: Any, more: Sequence[Any] = (), root_rank: int = 0) ->
 
 def settle(model: Any) -> None:
     """After variables were assigned, let layers recompute the constants that they derive from them."""
-    normalizing = [la for la in layers_in(model) if isinstance(la, keras.layers.Normalization)]
-    for layer in normalizing:
+    found = normalizing(model)
+    for layer in found:
         layer.finalize_state()
-    if normalizing:
+    if found:
         # Their graphs hold the old constants.
         model.test_function = model.predict_function = None
+
+
+def normalizing(model: Any) -> list[Any]:
+    """Return the layers of a model, or inside a layer, that derive constants from variables."""
+    return [layer for layer in layers_in(model) if isinstance(layer, keras.layers.Normalization)]
 
 
 def warn_of_own_batches(session: Session, model: Any) -> None:

@@ -18,6 +18,11 @@ _NUMBERS = {
     "SwapEMAWeights": (SWAPPED,),
 }
 _WEIGHTS = "own/callbacks/{}/best_weights/"
+BEST = "own/best/"
+"""What the names of best weights begin with in a pipeline: own/best/0/weights/12 is variable 12 of the model.
+
+The 0 is the callback's number among those that restore weights, which all ranks have.
+"""
 
 
 def callback_notes(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
@@ -28,23 +33,50 @@ def callback_notes(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def callback_arrays(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the weights that EarlyStopping(restore_best_weights=True) keeps, by name."""
+def callback_arrays(callbacks: Sequence[Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the weights that EarlyStopping(restore_best_weights=True) keeps, by name.
+
+    Args:
+        callbacks: The callbacks.
+        names: The names of the model's weights, if ranks hold different ones. Otherwise they are numbered.
+    """
+    if names is not None:
+        return {
+            f"{BEST}{number}/{name}": array
+            for number, callback in enumerate(filter(_restores, callbacks))
+            if callback.best_weights is not None
+            for name, array in zip(names, callback.best_weights, strict=True)
+        }
     return {
         f"{_WEIGHTS.format(place)}{i}": array
         for place, callback in enumerate(_remembering(callbacks))
-        if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
+        if _restores(callback)
         for i, array in enumerate(callback.best_weights or [])
     }
 
 
 def set_callbacks(
-    callbacks: Sequence[Any], notes: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]
-) -> None:
+    callbacks: Sequence[Any],
+    notes: Sequence[Mapping[str, Any]],
+    arrays: Mapping[str, Any],
+    names: Sequence[str] | None = None,
+) -> bool:
     """Let callbacks continue from what those of the same class remembered, the first from the first.
 
     Ranks may have other callbacks than the rank that wrote the notes: only one has a ModelCheckpoint.
+
+    Args:
+        callbacks: The callbacks.
+        notes: What `callback_notes` returned.
+        arrays: What `callback_arrays` returned.
+        names: As for `callback_arrays`.
+
+    Returns:
+        Whether the best weights of some callback are missing. It begins anew, because it would take the
+        weights of now for the best ones.
     """
+    missing = False
+    restoring = [id(callback) for callback in callbacks if _restores(callback)]
     left: dict[Any, list[tuple[int, Mapping[str, Any]]]] = {}
     for place, note in enumerate(notes):
         left.setdefault(note.get("class"), []).append((place, note))
@@ -53,17 +85,34 @@ def set_callbacks(
         if not of_class:
             continue
         place, note = of_class.pop(0)
+        if _restores(callback):
+            if names is None:
+                prefix = _WEIGHTS.format(place)
+                count = sum(name.startswith(prefix) for name in arrays)
+                wanted = [f"{prefix}{i}" for i in range(max(1, count))]
+            else:
+                wanted = [f"{BEST}{restoring.index(id(callback))}/{name}" for name in names]
+            callback.best_weights = _best_weights(callback, wanted, arrays)
+            if callback.best_weights is None and note.get("best") is not None:
+                missing = True
+                continue
         for name in _names(callback):
             if name in note:
                 setattr(callback, name, note[name])
-        prefix = _WEIGHTS.format(place)
-        count = sum(name.startswith(prefix) for name in arrays)
-        if count:
-            values = [arrays[f"{prefix}{i}"] for i in range(count)]
-            weights = callback.model.weights if callback.model is not None else []
-            if len(weights) == count:
-                values = [as_variable(value, v) for value, v in zip(values, weights, strict=True)]
-            callback.best_weights = values
+    return missing
+
+
+def _best_weights(callback: Any, names: Sequence[str], arrays: Mapping[str, Any]) -> list[Any] | None:
+    """Return the weights of these names, like the model's; None if they are not all the model's weights."""
+    weights = callback.model.weights if callback.model is not None else []
+    if any(name not in arrays for name in names) or (weights and len(weights) != len(names)):
+        return None
+    values = [arrays[name] for name in names]
+    return [as_variable(value, v) for value, v in zip(values, weights, strict=True)] if weights else values
+
+
+def _restores(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.EarlyStopping) and bool(callback.restore_best_weights)
 
 
 def _remembering(callbacks: Sequence[Any]) -> list[Any]:

@@ -381,7 +381,8 @@ class CheckpointedFit:
         self._state.finish_step()
         self._follow_ranks()  # it may have lost some
         self._timer.written()
-        values = {**self._state.to_write(), **callback_arrays(self._others)}
+        best_weights = callback_arrays(self._others, self._state.weight_names())
+        values = {**self._state.to_write(), **best_weights}
         values |= {f"{OWN}{AT_EPOCH}{name}": value for name, value in self._random_at_epoch.items()}
         now = self._state.samples()
         first = self._world.rank == 0

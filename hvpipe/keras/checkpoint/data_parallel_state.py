@@ -177,6 +177,9 @@ class DataParallelState:
         values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.steps.round_state().items()}
         return values | {_COUNTED: counted, _STEPS: np.array([steps])}
 
+    def weight_names(self) -> None:
+        """Return None: all ranks have the same weights."""
+
     # --- Reading -----------------------------------------------------------------------------------------
 
     def read(self, place: Path, manifest: Manifest) -> RestoredDataParallel:

@@ -1,7 +1,8 @@
 """The state of a pipeline: each rank writes its stages, under names that do not depend on the cuts.
 
 The names and the checks are those of `save_checkpoint` (keras/pipeline/checkpoint.py). Every rank also writes
-what is its own: own/logs and own/metrics of the epoch so far, and own/random.
+what is its own: own/logs and own/metrics of the epoch so far, own/random, and own/best, the best weights of
+its stages.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest
 from hvpipe.config_file import Table
 from hvpipe.keras import compat
+from hvpipe.keras.checkpoint.callback_state import BEST
 from hvpipe.keras.checkpoint.data_position import has_metrics
 from hvpipe.keras.checkpoint.inheritance import Held, shares
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.fit_call import FitCall
-from hvpipe.keras.initial_state import settle
 from hvpipe.keras.pipeline.checkpoint import Shard, describe, read_shards, variables_to_write
 from hvpipe.keras.pipeline.model import PipelineParallel
 from hvpipe.keras.pipeline.model_file import optimizer_of
-from hvpipe.keras.pipeline.state_names import RankState
+from hvpipe.keras.pipeline.state_names import RankState, numbers_of
 
 _LOGS = "own/logs"
 
@@ -106,6 +107,11 @@ class PipelineState:
         values |= {f"{OWN}{name}": value for name, value in random_state().items()}
         return values | {_LOGS: np.array(self.pipeline.logs.state(), np.float64)}
 
+    def weight_names(self) -> list[str]:
+        """Return the names of this rank's `weights`."""
+        numbers = numbers_of(self.named().variables)
+        return [f"weights/{numbers[id(v)]}" for v in self.pipeline.weights]
+
     # --- After the loss of a rank, on those that are left ------------------------------------------------
 
     @property
@@ -165,6 +171,11 @@ class PipelineState:
             part = manifest.parts[0]
             names = [name for name in part.names if name.startswith(f"{OWN}{AT_EPOCH}")]
             own = read_arrays(place / part.file.name, names)
+        mine = set(self.weight_names())
+        for part in manifest.parts:  # of any layout
+            of_best = [name for name in part.names if name.startswith(BEST)]
+            names = [name for name in of_best if name.split("/", 3)[3] in mine and name not in own]
+            own |= read_arrays(place / part.file.name, names)
         return RestoredPipeline(self, manifest, values, own)
 
 
@@ -191,7 +202,7 @@ class RestoredPipeline:
         named = self._state.named().named
         for name, value in self._values.items():
             named[name].assign(value)
-        settle(self._state.pipeline)
+        self._state.pipeline.settle()
         self._state.pipeline.context.shared.mark_diverged()
 
     def set_own(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from hvpipe.keras.data_parallel.shards import batch_of
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
 from hvpipe.keras.resize import scale_learning_rate, tell_resize
 from hvpipe.session import Resize
+
+logger = logging.getLogger("hvpipe")
 
 _HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
@@ -101,7 +104,13 @@ class Resume:
     def begin_callbacks(self) -> None:
         """Let the other callbacks continue; after all of them have begun."""
         notes = self._part.notes.get("callbacks", [])
-        set_callbacks(self._others, notes, self._restored.own_arrays())
+        names, arrays = self._state.weight_names(), self._restored.own_arrays()
+        if set_callbacks(self._others, notes, arrays, names) and self._state.session.world.rank == 0:
+            logger.warning(
+                "hvpipe: EarlyStopping begins anew, because the checkpoint %s does not have the weights of "
+                "its best epoch. An older hvpipe may have written it.",
+                self._place,
+            )
         self._swapped = [callback for callback in self._others if getattr(callback, SWAPPED, False)]
         for callback in self._swapped if not self._built else ():  # it would find no averages yet
             setattr(callback, SWAPPED, False)

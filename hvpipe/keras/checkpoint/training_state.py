@@ -64,6 +64,9 @@ class TrainingState(Protocol):
     def to_write(self) -> dict[str, Any]:
         """Return the values that this rank writes, by name. Later steps do not change them."""
 
+    def weight_names(self) -> list[str] | None:
+        """Return names of `model.weights` that do not depend on the rank; None if all ranks have the same."""
+
     def read(self, place: Path, manifest: Manifest) -> Restored:
         """Read this rank's values from a checkpoint whose files are unchanged. Nothing changes yet."""
 

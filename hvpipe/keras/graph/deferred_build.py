@@ -139,6 +139,15 @@ def variables_of(layers: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
+def trained_by(layers: Iterable[Any]) -> list[Any]:
+    """Return the variables of these layers that are trained, each once.
+
+    As Keras does for a model, this asks the variables. A frozen layer may have a layer inside that is
+    trained, but its `trainable_variables` are empty.
+    """
+    return [variable for variable in variables_of(layers) if variable.trainable]
+
+
 def weights_of(layers: Iterable[Any]) -> list[Any]:
     """Return the variables that are made to be trained, frozen or not; without statistics and seeds."""
     found = {

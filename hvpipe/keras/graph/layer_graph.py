@@ -84,6 +84,7 @@ class LayerGraph:
         tensors: All tensors of the model.
         inputs: The numbers of the model's flat inputs.
         outputs: The numbers of the model's flat outputs.
+        deleted: Tensors whose mask a layer inside a call deletes, each with the index of that call.
     """
 
     name: str
@@ -91,6 +92,7 @@ class LayerGraph:
     tensors: tuple[TensorSpec, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    deleted: tuple[tuple[int, int], ...] = ()
 
     def makers(self) -> dict[int, int]:
         """Return the index of the call that makes each tensor. No call makes the model's inputs."""
@@ -100,14 +102,15 @@ class LayerGraph:
         """Return, by tensor, the index of the call after which its mask is gone, if there is one.
 
         When MultiHeadAttention runs, it deletes the masks of the tensors that it reads, also for later
-        calls. A tensor of another dtype it casts first, and deletes the mask of its own copy.
+        calls. A tensor of another dtype it casts first, and deletes the mask of its own copy. Inside an own
+        layer or a nested model that was not opened it does the same (`deleted`).
         """
-        ends: dict[int, int] = {}
+        ends = dict(self.deleted)
         for index, call in enumerate(self.calls):
             if isinstance(call.operation, keras.layers.MultiHeadAttention):
                 for number, _ in call.reads:
                     if self.tensors[number].dtype == call.operation.compute_dtype:
-                        ends.setdefault(number, index)
+                        ends[number] = min(index, ends.get(number, index))
         return ends
 
     def layers(self, calls: Sequence[int]) -> list[Any]:
@@ -194,6 +197,7 @@ def _with_running_masks(graph: LayerGraph) -> LayerGraph:
     that a layer sets, or passes on to layers inside it, only when it runs.
     """
     ends = graph.mask_ends()
+    deleted: dict[int, int] = {}
     masks = {
         number: keras.KerasTensor(spec.mask_shape, "bool")
         for number, spec in enumerate(graph.tensors)
@@ -212,7 +216,9 @@ def _with_running_masks(graph: LayerGraph) -> LayerGraph:
             masked |= mask is not None
         # An operation that returns what it reads, such as a cast to the same dtype, keeps the mask.
         if _may_hide_masks(call.operation) or (masked and not isinstance(call.operation, keras.Layer)):
-            made = _masks_when_run(call, [known[key] for _, key in call.reads])
+            made, lost = _masks_when_run(call, [known[key] for _, key in call.reads])
+            deleted |= dict.fromkeys(lost, index)
+            ends |= dict.fromkeys(lost, index)
         else:
             made = _masks_by_layer(call, known) if changed else None
         for (number, _), mask in zip(call.writes, made or (), strict=False):
@@ -221,6 +227,7 @@ def _with_running_masks(graph: LayerGraph) -> LayerGraph:
                 masks[number] = mask
     return replace(
         graph,
+        deleted=tuple(deleted.items()),
         tensors=tuple(
             replace(spec, mask_shape=tuple(masks[number].shape) if number in masks else None)
             for number, spec in enumerate(graph.tensors)
@@ -247,8 +254,12 @@ def _masks_by_layer(call: Call, known: Mapping[int, Any]) -> list[Any]:
     return made if len(made) == len(call.writes) else [None] * len(call.writes)
 
 
-def _masks_when_run(call: Call, reads: Sequence[Any]) -> list[Any] | None:
-    """Run a call on symbols, and return the masks of its outputs; None if it cannot run on symbols."""
+def _masks_when_run(call: Call, reads: Sequence[Any]) -> tuple[list[Any] | None, list[int]]:
+    """Run a call on symbols; return its outputs' masks, and the tensors whose masks it deletes.
+
+    The masks are None if it cannot run on symbols.
+    """
+    lost: list[int] = []
 
     def run(values: Sequence[Any], masks: Sequence[Any]) -> list[Any]:
         known = {}
@@ -256,12 +267,16 @@ def _masks_when_run(call: Call, reads: Sequence[Any]) -> list[Any] | None:
             if mask is not None:
                 compat.set_keras_mask(value, mask)
             known[number] = value
-        return [compat.get_keras_mask(x) for x in call(known, training=False)]
+        made = [compat.get_keras_mask(x) for x in call(known, training=False)]
+        masked = [number for (number, _), mask in zip(call.reads, masks, strict=True) if mask is not None]
+        lost[:] = [number for number in masked if compat.get_keras_mask(known[number]) is None]
+        return made
 
     try:
-        return list(compat.compute_output_spec(run, reads, [compat.get_keras_mask(x) for x in reads]))
+        made = compat.compute_output_spec(run, reads, [compat.get_keras_mask(x) for x in reads])
     except Exception:  # what Keras said when the model was made counts
-        return None
+        return None, []
+    return list(made), lost
 
 
 def _with_folded(graph: LayerGraph) -> LayerGraph:

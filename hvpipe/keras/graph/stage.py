@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.graph.activity_losses import added_losses, may_add_losses, scaled_activities
+from hvpipe.keras.graph.deferred_build import trained_by
 from hvpipe.keras.graph.split_gradient import SplitGradient, split_gradient
 from hvpipe.keras.graph.stage_cuts import Stages, Wire
 
@@ -66,11 +67,9 @@ class StageFunctions:
         ]
         self._target_signature = list(targets) if self._last else []
         layers = stages.layers(stage)
-        self.trainable = _unique(v for layer in layers for v in layer.trainable_variables)
+        self.trainable = trained_by(layers)
         # If several stages share a layer, the first one adds the regularizers' losses.
-        earlier = {
-            id(v) for s in range(stage) for layer in stages.layers(s) for v in layer.trainable_variables
-        }
+        earlier = {id(v) for s in range(stage) for v in trained_by(stages.layers(s))}
         self._regularized = [v for v in self.trainable if v.regularizer is not None and id(v) not in earlier]
         self.has_loss = self._loss is not None or bool(self._regularized) or may_add_losses(layers)
         self.loss_dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
@@ -132,10 +131,9 @@ class StageFunctions:
         """Weights of other stages' layers that the training forward reads; they would get no gradient."""
         read = {id(outside) for outside in self.training.captured}
         graph, own = self._stages.graph, {id(v) for v in self.trainable}
-        every = _unique(v for la in graph.all_layers() for v in la.trainable_variables)
         return [
             v
-            for v in every
+            for v in trained_by(graph.all_layers())
             if id(v) not in own and id(getattr(compat.native_value(v), "handle", None)) in read
         ]
 
@@ -259,7 +257,3 @@ class StageFunctions:
                 f"The spec of {name} is {said.name}: make it with dtype={value.dtype.name!r}, or correct its "
                 f"output spec. Received: {'a mask of ' * wire.mask}{value.dtype.name} from {name}"
             )
-
-
-def _unique(variables: Any) -> list[Any]:
-    return list({id(v): v for v in variables}.values())

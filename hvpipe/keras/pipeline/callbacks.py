@@ -37,13 +37,15 @@ def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
         HvpipeError: A callback would write its own files from every rank.
         MismatchError: Only some ranks have a callback that saves or sets weights.
     """
+    orbax: Any = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # not in Keras 3.12
     restoring, averaging = 0, 0
     folders = []
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
+        if isinstance(callback, (keras.callbacks.BackupAndRestore, orbax)):
+            name = type(callback).__name__
             raise HvpipeError(
-                "In a pipeline every rank would write and delete BackupAndRestore's folder: use "
-                "hvpipe.keras.Checkpoint(folder). Received: a BackupAndRestore callback"
+                f"In a pipeline every rank would write its own part of the model to {name}'s folder: use "
+                f"hvpipe.keras.Checkpoint(folder). Received: a callback {name}"
             )
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
             folder = os.path.dirname(callback.filepath)

@@ -68,7 +68,8 @@ def masked_losses(
         signature: A tf.TensorSpec for each flat target.
         compare: Computes a loss.
     """
-    masked = [graph.tensors[number].mask_shape is not None for number in graph.outputs]
+    deleted = graph.mask_ends()
+    masked = [graph.tensors[n].mask_shape is not None and n not in deleted for n in graph.outputs]
     losses = keras.tree.flatten(compat.user_losses(compiled))
     if not any(masked) and not any(map(_ignores_a_class, losses)):
         return []

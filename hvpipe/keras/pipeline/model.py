@@ -26,7 +26,7 @@ from hvpipe.keras.graph.deferred_build import (
 )
 from hvpipe.keras.graph.layer_graph import functional_of, layer_graph
 from hvpipe.keras.graph.stage_cuts import Stages
-from hvpipe.keras.initial_state import broadcast_model
+from hvpipe.keras.initial_state import broadcast_model, normalizing, settle
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.pipeline.batch_targets import agreed_signature, check_samples, flat_targets
 from hvpipe.keras.pipeline.callbacks import AverageStatistics, make_folders, without_duplicates
@@ -210,6 +210,15 @@ class PipelineParallel(PipelineSaving, keras.Model):
         self._drivers = RankDrivers(self, self._context)
         self._logs = PipelineLogs(self._context.session)
         self._has_trained = False
+
+    def settle(self) -> None:
+        """After variables were assigned, let layers recompute the constants that they derive from them.
+
+        Graphs hold the old ones. Ranks make graphs together, so all forget theirs if any has such a layer.
+        """
+        settle(self)
+        if any(map(normalizing, self.stages.graph.all_layers())):
+            self._drivers = RankDrivers(self, self._context)
 
     @property
     def logs(self) -> PipelineLogs:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.initial_state import settle
 from hvpipe.keras.pipeline.checkpoint import load_checkpoint, save_checkpoint
 from hvpipe.keras.pipeline.context import PipelineContext
 from hvpipe.keras.pipeline.model_file import optimizer_of, read_whole, write_whole
@@ -19,6 +18,7 @@ class PipelineSaving:
 
     _context: PipelineContext
     trainable_variables: Any
+    settle: Callable[[], None]
 
     def save(self, filepath: Any, overwrite: bool = True, zipped: bool | None = None, **kwargs: Any) -> None:
         """Write one file that plain Keras loads as the undivided, compiled model; on all ranks together.
@@ -105,7 +105,7 @@ class PipelineSaving:
             raise HvpipeError(f"load_weights takes filepath and skip_mismatch. Received: {sorted(kwargs)}")
         context = self._context
         self._load(lambda own: read_whole(context.session, self, context.model, own, filepath, skip_mismatch))
-        settle(self)
+        self.settle()
 
     def save_checkpoint(self, folder: str | os.PathLike[str]) -> None:
         """Write the training state; on all ranks together, each its own part.
@@ -139,7 +139,7 @@ class PipelineSaving:
         """
         context = self._context
         self._load(lambda own: load_checkpoint(context.session, folder, own, optimizer_of(self)))
-        settle(self)
+        self.settle()
         context.shared.mark_diverged()
 
     def _write_whole(self, write: Callable[[Any], None]) -> None:

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.graph.deferred_build import trained_by
 
 # TensorFlow does not expose the dtype of the elements of a loop's list, so try these.
 _ELEMENT_DTYPES = (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.int64, tf.bool)
@@ -22,12 +23,18 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 def weight_bytes(operation: Any) -> int:
     """Return the bytes of an operation's trained variables."""
-    return _bytes_of(operation.trainable_variables) if isinstance(operation, keras.Layer) else 0
+    return _bytes_of(trained_variables(operation))
+
+
+def trained_variables(operation: Any) -> list[Any]:
+    """Return an operation's trained variables; none if it is no layer."""
+    return trained_by([operation]) if isinstance(operation, keras.Layer) else []
 
 
 def untrained_bytes(operation: Any) -> int:
     """Return the bytes of variables that are not trained: statistics, states of seeds, frozen weights."""
-    return _bytes_of(operation.non_trainable_variables) if isinstance(operation, keras.Layer) else 0
+    every = operation.variables if isinstance(operation, keras.Layer) else []
+    return _bytes_of(variable for variable in every if not variable.trainable)
 
 
 class OptimizerSlots:
@@ -49,7 +56,7 @@ class OptimizerSlots:
 
         Makes the slots and frees them. The variables must have memory.
         """
-        weights = operation.trainable_variables if isinstance(operation, keras.Layer) else []
+        weights = trained_variables(operation)
         if not weights:
             return 0
         clone = self.new_optimizer()

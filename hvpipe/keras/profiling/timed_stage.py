@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvpipe.keras import compat
-from hvpipe.keras.graph.deferred_build import variables_of
+from hvpipe.keras.graph.deferred_build import trained_by, variables_of
 from hvpipe.keras.graph.stage import StageFunctions
 from hvpipe.keras.graph.stage_cuts import Stages, Wire
 from hvpipe.keras.profiling.stopwatch import TimedCall
@@ -108,7 +108,7 @@ class TimedStage:
 @contextlib.contextmanager
 def same_state(layers: Sequence[Any]) -> Iterator[None]:
     """Restore statistics, seeds and weights at the end, which forwards in training mode change."""
-    own = {id(v) for layer in layers if _may_write_weights(layer) for v in layer.trainable_variables}
+    own = {id(v) for v in trained_by(filter(_may_write_weights, layers))}
     before = [(v, tf.identity(v.value)) for v in variables_of(layers) if not v.trainable or id(v) in own]
     try:
         yield

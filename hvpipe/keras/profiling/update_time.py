@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvpipe.keras.profiling.footprint import OptimizerSlots, weight_bytes
+from hvpipe.keras.profiling.footprint import OptimizerSlots, trained_variables, weight_bytes
 from hvpipe.keras.profiling.stopwatch import Stopwatch, TimedCall
 
 _LARGE_BYTES = 32 << 20
@@ -32,8 +32,7 @@ class UpdateTime:
 
     def of(self, operation: Any) -> float:
         """Return the seconds for a layer's trained weights; 0 for other operations."""
-        count = len(operation.trainable_variables) if isinstance(operation, keras.Layer) else 0
-        return count * self._variable_s + weight_bytes(operation) * self._byte_s
+        return len(trained_variables(operation)) * self._variable_s + weight_bytes(operation) * self._byte_s
 
 
 def _time_s(slots: OptimizerSlots, shapes: list[list[int]], stopwatch: Stopwatch) -> float:

@@ -376,9 +376,17 @@ def test_keras_callbacks_save_and_restore(trained: Trained, folder: Path) -> Non
             np.testing.assert_array_equal(found, expected)
 
 
-def test_callbacks_that_cannot_write_for_a_pipeline_are_refused(trained: Trained, folder: Path) -> None:
-    with pytest.raises(HvpipeError, match=r"Checkpoint.*Received: a BackupAndRestore"):
-        trained.pipe.fit(*data(), **EPOCH, callbacks=[keras.callbacks.BackupAndRestore(folder)])
+class Orbax(keras.callbacks.Callback):
+    """Stands in for OrbaxCheckpoint, which needs another package."""
+
+
+def test_callbacks_that_cannot_write_for_a_pipeline_are_refused(
+    trained: Trained, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keras.callbacks, "OrbaxCheckpoint", Orbax, raising=False)
+    for callback in (keras.callbacks.BackupAndRestore(folder), Orbax()):
+        with pytest.raises(HvpipeError, match=rf"Checkpoint.*Received: a callback {type(callback).__name__}"):
+            trained.pipe.fit(*data(), **EPOCH, callbacks=[callback])
     with pytest.raises(HvpipeError, match=r"placeholders into the file name.*Received: filepath="):
         trained.pipe.fit(
             *data(), **EPOCH, callbacks=[keras.callbacks.ModelCheckpoint(folder / "{epoch}" / "m.keras")]

@@ -25,8 +25,14 @@ def trained_before() -> Any:
     return compile_as_all(hk.pipeline_parallel(small))
 
 
+def one_in_a_list() -> keras.Model:
+    inputs = keras.Input((12,))
+    return keras.Model(inputs, [keras.layers.Dense(4)(keras.layers.Dense(8)(inputs))])
+
+
 @pytest.mark.older_tensorflow
-def test_on_batch_methods_are_those_of_keras() -> None:
+@pytest.mark.parametrize("build", [small, one_in_a_list])
+def test_on_batch_methods_are_those_of_keras(build: Any) -> None:
     x, y = batches(mlp, 16)
 
     def told(model: Any) -> list[float]:
@@ -37,7 +43,7 @@ def test_on_batch_methods_are_those_of_keras() -> None:
         tested = model.test_on_batch(x, y, return_dict=True)
         return [*found.ravel(), *trained, *(tested[name] for name in sorted(tested))]
 
-    expected, found = both(small, told)
+    expected, found = both(build, told)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 

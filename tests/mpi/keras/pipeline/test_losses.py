@@ -419,6 +419,50 @@ def test_attention_deletes_the_masks_that_it_reads(merge: Any) -> None:
     check_equal(told(attention, trained(x, y[:, 0]), loss=CROSSENTROPY))
 
 
+class Decoder(layers.Layer):
+    """Attends to a memory, and so deletes the memory's mask for all that read it later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross, self.out = layers.MultiHeadAttention(2, 8), layers.Dense(16)
+
+    def build(self, shapes: Any) -> None:
+        self.cross.build(*shapes)
+        self.out.build(shapes[0])
+
+    def call(self, inputs: Any) -> Any:
+        x, memory = inputs
+        return self.out(x + self.cross(x, memory))
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not support masking")  # it reads a mask
+def test_attention_inside_a_layer_deletes_masks_too() -> None:
+    """Regression: a layer in a later stage still got the mask."""
+
+    def decoders() -> keras.Model:
+        tokens = keras.Input((6,), dtype="int32")
+        memory = layers.Embedding(9, 16, mask_zero=True)(tokens)
+        x = layers.Embedding(9, 16)(tokens)
+        for _ in range(4):
+            x = Decoder()([x, memory])
+        return keras.Model(tokens, layers.Dense(4)(layers.Flatten()(x)))
+
+    x, y = tokens()
+    check_equal(told(decoders, trained(x, y[:, 0]), loss=CROSSENTROPY))
+
+
+def test_attention_deletes_the_mask_of_an_output() -> None:
+    """Regression: the rank that counts the entries of masked losses ended with a ValueError."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((6,), dtype="int32")
+        x = layers.Dense(16, name="early")(layers.Embedding(9, 16, mask_zero=True)(inputs))
+        return keras.Model(inputs, [x, layers.Dense(4, name="late")(layers.MultiHeadAttention(2, 8)(x, x))])
+
+    x, y = tokens()
+    check_equal(told(build, trained(x, [y, y]), loss=[CROSSENTROPY, CROSSENTROPY]))
+
+
 def test_losses_of_several_outputs_on_replicas() -> None:
     """Regression: replicas counted by samples, and each batch counts as much as its micro-batches do."""
     x, _ = batches(mlp, 25)

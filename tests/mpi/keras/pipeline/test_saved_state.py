@@ -129,6 +129,24 @@ def test_slots_that_copy_weights_copy_the_loaded_ones(folder: Path, load: str) -
         np.testing.assert_allclose(found[name], values, rtol=1e-5)
 
 
+def normalizing() -> Any:
+    dense = [keras.layers.Dense(6), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((6,)), keras.layers.Normalization(), *dense])
+
+
+def test_steps_that_ran_before_use_the_constants_that_were_loaded(folder: Path) -> None:
+    """Regression: their graphs kept the mean and variance from before."""
+    model, pipe = normalizing(), pipeline(normalizing)
+    model.layers[0].adapt(data()[0] * 3 + 1)
+    if hvpipe.rank() == 0:
+        model.save(folder / "adapted.keras")
+    hvpipe.barrier()
+    pipe.predict(data()[0], batch_size=BATCH)
+    pipe.load(folder / "adapted.keras")
+    expected = by_rank_0(lambda: model.predict(data()[0], verbose=0))
+    np.testing.assert_allclose(pipe.predict(data()[0], batch_size=BATCH), expected, rtol=1e-4, atol=1e-6)
+
+
 def in_a_row() -> Any:
     dense = [keras.layers.Dense(6, activation="tanh") for _ in range(5)]
     return keras.Sequential([keras.Input((6,)), *dense, keras.layers.Dense(2, name="last")])

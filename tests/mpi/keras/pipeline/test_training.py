@@ -221,6 +221,35 @@ def test_a_layer_shared_by_stages_stays_equal(monkeypatch: pytest.MonkeyPatch) -
     check_same(pipelined("tied"), plain("tied"), WITHIN)
 
 
+class Encoder(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = (keras.layers.Dense(12, kernel_regularizer="l2") for _ in range(2))
+
+    def build(self, shape: Any) -> None:
+        self.body.build(shape)
+        self.head.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.head(keras.ops.tanh(self.body(x)))
+
+
+def partly_frozen() -> keras.Model:
+    """Build frozen layers, in each of which one layer is trained."""
+    encoders = [Encoder() for _ in range(3)]
+    model = keras.Sequential([keras.Input((12,)), *encoders, keras.layers.Dense(4)])
+    for encoder in encoders:
+        encoder.trainable = False
+        encoder.head.trainable = True
+    return model
+
+
+def test_a_layer_inside_a_frozen_one_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a stage asked its layers, but Keras asks the model, which asks each variable."""
+    monkeypatch.setitem(MODELS, "partly_frozen", partly_frozen)
+    check_same(pipelined("partly_frozen"), plain("partly_frozen"), WITHIN)
+
+
 def test_dropout_does_not_depend_on_the_cut() -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((12,))])

@@ -247,9 +247,15 @@ def test_tensors_for_different_users_and_without_gradients() -> None:
 def test_an_estimate_counts_what_frozen_layers_compute() -> None:
     """Regression: a plan gave nearly all frozen layers to one rank, as if they cost nothing."""
     first, middle, last = (keras.layers.Dense(64, name=name) for name in ("first", "middle", "last"))
-    first.trainable = last.trainable = False
     x = keras.Input((64,))
-    layers = estimate(layer_graph(keras.Model(x, last(middle(first(x))))), 8).layers
+    model = keras.Model(x, last(middle(first(x))))
+    first.trainable = middle.trainable = last.trainable = False
+    middle.kernel.trainable = True  # Keras asks each variable
+    layers = estimate(layer_graph(model), 8).layers
+    assert [(layer.weight_bytes, layer.slot_bytes) for layer in layers][1] == (
+        4 * 64 * 64,
+        4 * (2 * 64 * 64 + 64),
+    )
     assert len({layer.forward_s for layer in layers}) == 1
     assert [layer.backward_s / layer.forward_s for layer in layers] == [0, 2, 1]
 
