@@ -28,7 +28,7 @@ from hvpipe.keras.data_parallel.overlap import BackwardOverlap
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
 from hvpipe.plan.compression import compression_named
-from hvpipe.session import current
+from hvpipe.session import Session, current
 
 
 def DistributedOptimizer(
@@ -73,7 +73,7 @@ def DistributedOptimizer(
     session.warn_without_checks("DistributedOptimizer")
     if session.world.size == 1:
         return optimizer
-    hooks: list[OptimizerHook] = []
+    hooks: dict[Session, OptimizerHook] = {}
 
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         given = trained_variables(optimizer) if trainable_variables is None else trainable_variables
@@ -81,13 +81,15 @@ def DistributedOptimizer(
         refuse_loss_scaling_outside(optimizer)
         if not optimizer.built:
             optimizer.build(variables)
-        if not hooks:
+        session = current()
+        if session not in hooks:
+            hooks.clear()  # of a session that has ended
             session.loops_by_plan = True
             used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
             tables = sliced_on_any_rank(session, grads, variables)
             options = ReduceOptions(compression, bucket_bytes, tables=tables, tables_agreed=True)
-            hooks.append(OptimizerHook(session, optimizer, used, BackwardOverlap(), options))
-        hooks[0].apply(grads, variables)
+            hooks[session] = OptimizerHook(session, optimizer, used, BackwardOverlap(), options)
+        hooks[session].apply(grads, variables)
 
     optimizer.apply = apply
     return optimizer
