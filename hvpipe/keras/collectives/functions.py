@@ -13,18 +13,17 @@ from hvpipe.comm.engine import Compression, check_compression
 from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.keras.collectives import compression as compressors
 from hvpipe.keras.collectives import tensors as named
+from hvpipe.keras.collectives.compression import COMPRESSORS
 from hvpipe.keras.collectives.process_sets import ProcessSet
 from hvpipe.log import logger
 from hvpipe.session import current
-
-_COMPRESSORS = {kind.name: kind for kind in compressors.EVERY_COMPRESSOR}
 
 
 def _reduction(
     op: str, compression: Compression, prescale: float, postscale: float, process_set: ProcessSet | None
 ) -> named.Reduction:
     check_compression(compression)
-    return named.Reduction(op, prescale, postscale, _COMPRESSORS[compression], process_set)
+    return named.Reduction(op, prescale, postscale, COMPRESSORS[compression], process_set)
 
 
 def allreduce(

@@ -15,6 +15,7 @@ import hvpipe.horovod.keras as plain_hvd_keras
 import hvpipe.horovod.tensorflow as hvd
 import hvpipe.horovod.tensorflow.keras as hvd_keras
 import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
 from training import assert_same_bits, assert_same_on_all_ranks, by_rank_0
 
 ROWS = 8
@@ -111,6 +112,35 @@ def test_a_tape_keeps_slices_and_the_gradients_of_local_layers() -> None:
     assert_close(found, [*[g / hvd.size() for g in own[:2]], *whole[2:]])
     with pytest.raises(ValueError, match="Keras layers"):
         hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[1])
+
+
+def averaged(gradients: list[Any], sources: list[Any]) -> list[Any]:
+    return hk.average_gradients(gradients, sources)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("how", [hvd.DistributedGradientTape, hk.DistributedGradientTape, averaged])
+def test_gradients_of_reduced_gradients(how: Any, in_graph: bool) -> None:
+    """Regression: they were None where the reduction went by the plan."""
+    weight = tf.Variable(2.0)
+    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
+
+    def step() -> Any:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = mine * weight**3
+            if how is averaged:
+                (gradient,) = averaged(inner.gradient(loss, [weight]), [weight])
+            else:
+                (gradient,) = how(inner).gradient(loss, [weight])
+            penalty = gradient**2
+        return outer.gradient(penalty, weight)
+
+    found = (tf.function(step) if in_graph else step)()
+    np.testing.assert_allclose(found, 2 * (12 * mean) * (12 * mine), rtol=1e-6)
+    if how is averaged and hvd.size() > 1:
+        with tf.GradientTape(), pytest.raises(HvpipeError, match=r"another tape .*compression='int8'"):
+            hk.average_gradients([weight * 1.0], [weight], compression="int8")
 
 
 # --- Optimizers -------------------------------------------------------------------------------------------
