@@ -191,6 +191,25 @@ def test_gradients_of_several_backward_passes_add_up(average: bool) -> None:
     assert int(optimizer.iterations) == 4  # schedules count every pass, as in Horovod
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("options", [{"backward_passes_per_step": 2}, {"op": hvd.Sum}])
+def test_epochs_of_unknown_length(options: dict[str, Any]) -> None:
+    """Passes, weight decay and counters need no data, so the call that finds the end must not run them."""
+    x, y = data()
+    batches = tf.data.Dataset.from_tensor_slices((mine(x), mine(y))).batch(2)
+
+    def trained(batches: tf.data.Dataset) -> tuple[dict[str, Any], int]:
+        model = model_of()
+        own = hvd.DistributedOptimizer(keras.optimizers.AdamW(0.01, weight_decay=0.1), **options)
+        model.compile(own, "mse")
+        model.fit(batches, epochs=2, verbose=0)
+        return weights_of(model), int(own.iterations)
+
+    weights, steps = trained(batches.filter(lambda *row: True))
+    assert steps == 8
+    assert_same_bits(weights, trained(batches)[0])
+
+
 def test_a_partial_optimizer_leaves_a_layer_to_its_rank() -> None:
     x, y = data()
     model = model_of()
