@@ -134,6 +134,8 @@ def test_factors_before_and_after(run: Any) -> None:
     np.testing.assert_allclose(found, 7 * (0.3 * everyone((5,), tf.float64)).sum(0))
     whole = run(lambda: hvd.allreduce(tf.fill([3], tf.cast(3, tf.int32)), op=hvd.Sum, prescale_factor=0.5))
     np.testing.assert_array_equal(whole, np.full(3, hvd.size()))  # cut off on each rank
+    mean = run(lambda: hvd.allreduce(tf.constant([hvd.rank() + 1]), postscale_factor=2.0))
+    np.testing.assert_array_equal(mean, [hvd.size() + 1])  # cut off once, at the end
 
 
 @pytest.mark.three_suffice
