@@ -17,6 +17,7 @@ import tensorflow as tf
 import hvpipe.horovod.tensorflow as hvd
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.session import current
 
 pytestmark = pytest.mark.every_size
 
@@ -336,7 +337,7 @@ def test_more_rows_than_mpi_can_count() -> None:
     assert hvd.allreduce(tf.constant(2.0), op=hvd.Sum).numpy() == 2 * size
 
 
-def test_numbers_of_the_world() -> None:
+def test_numbers_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = tf.function(lambda: (hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()))()
     assert [int(n) for n in numbers] == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
     assert hvd.process_set_included_op().numpy() == 1
@@ -345,6 +346,11 @@ def test_numbers_of_the_world() -> None:
     assert hvd.is_homogeneous() == (len({place[2] for place in layout}) == 1)
     assert hvd.cross_size() == sum(place[0] == hvd.local_rank() for place in layout)
     assert 0 <= hvd.cross_rank() < hvd.cross_size()
+    # Regression: after hvpipe.init() they were those of one host.
+    monkeypatch.setattr(current(), "layout", [(0, 1)] * hvd.size())  # each rank on a host of its own
+    assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (hvd.rank(), hvd.size(), True)
+    monkeypatch.setattr(current(), "layout", [(0, 2), (1, 2), (0, 1)])  # unequal hosts
+    assert not hvd.is_homogeneous()
     assert all([hvd.mpi_built(), hvd.mpi_enabled(), hvd.mpi_threads_supported()])
 
 
@@ -488,6 +494,20 @@ def test_process_sets() -> None:
     assert hvd.remove_process_set(part)
     assert not hvd.remove_process_set(part)
     assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+@pytest.mark.three_suffice
+def test_process_sets_of_init_may_exist() -> None:
+    """Regression: a script could neither give a set twice nor call init twice."""
+    size = hvd.size()
+    given = [[0], [0], list(range(size))]
+    for _ in range(2):
+        sets = [hvd.ProcessSet(ranks) for ranks in given]
+        hvd.init(process_sets=sets)
+        numbers = [each.process_set_id for each in sets]
+        assert (numbers[1], numbers[2]) == (numbers[0], 0)
+        assert sets[1].size() == 1
+    assert hvd.remove_process_set(sets[0]) == (size > 1)
 
 
 @pytest.mark.three_suffice
