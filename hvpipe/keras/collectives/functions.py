@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from hvpipe.comm.engine import Compression, check_compression
 from hvpipe.comm.horovod_arguments import check_other_arguments
-from hvpipe.keras.collectives import compression as compressors
+from hvpipe.errors import HvpipeError
 from hvpipe.keras.collectives import tensors as named
 from hvpipe.keras.collectives.compression import COMPRESSORS
 from hvpipe.keras.collectives.process_sets import ProcessSet
@@ -248,6 +250,7 @@ def join() -> int:
 
     Raises:
         PeerError: If a rank leaves without calling it.
+        HvpipeError: In a graph.
 
     Example:
         ```python
@@ -257,6 +260,11 @@ def join() -> int:
         ```
     """
     session = current()
+    if not tf.executing_eagerly():
+        raise HvpipeError(
+            "join() should be called outside of tf.function: there it would run once, while the function is "
+            "traced. Received: a call inside a tf.function"
+        )
     if session.loops_by_plan:
         session.loops_by_plan = False  # told once
         logger.warning(
@@ -266,3 +274,8 @@ def join() -> int:
         )
     joined: int = session.named_calls().join()
     return joined
+
+
+def join_as_tensor() -> Any:
+    """Call `join`; return its rank as an int32 tensor, as Horovod does."""
+    return tf.constant(join(), tf.int32)

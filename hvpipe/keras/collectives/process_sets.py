@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvpipe.errors import HvpipeError
-from hvpipe.session import current
+from hvpipe.session import current, is_initialized
 
 
 class ProcessSet:
@@ -76,8 +76,8 @@ class _AllRanks(ProcessSet):
         self.process_set_id = 0
 
     @property
-    def ranks(self) -> list[int]:  # type: ignore[override]
-        return list(range(current().world.size))
+    def ranks(self) -> list[int] | None:  # type: ignore[override]
+        return list(range(current().world.size)) if is_initialized() else None
 
 
 global_process_set: ProcessSet = _AllRanks()

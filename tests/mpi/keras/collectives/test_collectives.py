@@ -560,7 +560,10 @@ def test_ranks_with_less_data_join() -> None:
     if rank == size - 1 and size > 1:
         with pytest.raises(tf.errors.FailedPreconditionError, match="has joined"):
             hvd.allgather(tf.ones([1]), name="not_with_join")
-    assert hvd.join() == size - 1
+    last = hvd.join()
+    assert (last.dtype, last.numpy()) == (tf.int32, size - 1)
+    with pytest.raises(HvpipeError, match="Received: a call inside a tf"):
+        tf.function(hvd.join, autograph=False)()
     assert hvd.allreduce(tf.ones([]), op=hvd.Sum).numpy() == size
 
 
@@ -618,6 +621,13 @@ def test_rows_that_the_ranks_cannot_share() -> None:
         pytest.skip("one rank keeps all rows")
     with pytest.raises(tf.errors.InvalidArgumentError, match="share evenly"):
         hvd.alltoall(tf.ones([hvd.size() + 1]))
+
+
+@pytest.mark.three_suffice
+def test_the_set_of_all_ranks_is_shown_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: so help(hvd.allreduce), which shows it as a default, failed."""
+    monkeypatch.setattr("hvpipe.session._session", None)
+    assert repr(hvd.global_process_set) == "ProcessSet(process_set_id=0, ranks=None, mpi_comm=None)"
 
 
 @pytest.mark.three_suffice
