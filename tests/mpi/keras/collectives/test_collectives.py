@@ -312,6 +312,37 @@ def test_names_of_hvpipe_keras(run: Any) -> None:
     assert 0 <= hk.join() < size
 
 
+@pytest.mark.three_suffice
+def test_calls_on_a_process_set_do_not_count_in_the_names_of_others() -> None:
+    """Regression: its members gave their next calls other names than the other ranks."""
+    first = hvd.add_process_set([0]) if hvd.size() > 1 else hvd.global_process_set
+
+    @tf.function
+    def step(x: Any) -> Any:
+        own = hvd.allreduce(x, op=hvd.Sum, process_set=first, name="a") if first.included() else x
+        return own, hvd.allreduce(x, op=hvd.Sum, name="a")
+
+    np.testing.assert_array_equal(step(tf.ones([2])), [[1, 1], [hvd.size()] * 2])
+    hvd.remove_process_set(first)
+
+
+@pytest.mark.three_suffice
+@pytest.mark.older_tensorflow
+def test_a_function_that_is_called_twice_in_a_graph() -> None:
+    """Regression: both calls, which may run at the same time, had one name."""
+    weight = tf.Variable(2.0)
+    mean = tf.function(lambda x: hvd.allreduce(x * weight, name="a"))
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.name_scope(f"scope_of_rank_{hvd.rank()}"):
+            return [mean(x), mean(10 * x), hvd.allreduce(x, name="a")]
+
+    middle = (hvd.size() - 1) / 2
+    for _ in range(5):
+        np.testing.assert_allclose(step(tf.constant(float(hvd.rank()))), [2 * middle, 20 * middle, middle])
+
+
 @pytest.mark.older_tensorflow
 def test_calls_in_branches_have_names_of_their_own() -> None:
     """Regression: branches may run at the same time, but their calls had one name."""
