@@ -101,6 +101,7 @@ class Session:
             logger.warning("hvpipe: unknown variables, which have no effect: %s", ", ".join(settings.unknown))
         settings = _with_settings_of_rank_0(settings, self.world)
         self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
+        self.layout = self._gather_layout()
         self.engine: Engine = Engine(self.world, settings)
         self.step_durations_s = array("d")
         self.sample_counters: list[CountsSamples] = []
@@ -186,6 +187,7 @@ class Session:
                 path = flight_path_without_lost(self.settings.flight_path, self.world)
                 self.settings = replace(self.settings, flight_path=path)
                 self._watch()  # first, because another rank may be lost from now on
+                self.layout = self._gather_layout()
                 self.engine.go_on_with(self.world, self.settings)
                 if self._loses():  # only the engine before was told
                     self._end_communication()
@@ -200,6 +202,10 @@ class Session:
                     raise
                 continue  # another rank was lost meanwhile
             return Resize(before.size, self.world.size, before.rank, self.world.rank, lost)
+
+    def _gather_layout(self) -> list[tuple[int, int]]:
+        """Return the local rank and local size of each rank; collective."""
+        return self.world.allgather_object((self.world.local_rank, self.world.local_size))
 
     def _loses(self) -> bool:
         return self.lost is not None

@@ -124,9 +124,13 @@ class LosingWorld(MpiWorld):
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
+        self.local_rank, self.local_size = 0, size
 
     def survivors(self) -> MpiWorld:
         return LosingWorld(self.size - 1)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
 
     def missing_in(self, world: MpiWorld) -> list[int]:
         return list(range(world.size, self.size))

@@ -11,8 +11,8 @@
 
 namespace hvpipe {
 
-int GradientBuckets::AddPlan(const std::string& name, std::uint64_t signature,
-                             std::vector<BucketLayout> layouts, Memory memory) {
+void GradientBuckets::AddPlan(int number, const std::string& name, std::uint64_t signature,
+                              std::vector<BucketLayout> layouts, Memory memory) {
   auto plan = std::make_unique<Plan>();
   plan->name = name;
   plan->signature = signature;
@@ -26,8 +26,7 @@ int GradientBuckets::AddPlan(const std::string& name, std::uint64_t signature,
   }
   for (BucketLayout& layout : layouts) plan->buckets.push_back(MakeBucket(std::move(layout), memory));
   const std::lock_guard<std::mutex> lock(mutex_);
-  plans_.push_back(std::move(plan));
-  return static_cast<int>(plans_.size() - 1);
+  plans_[number] = std::move(plan);
 }
 
 std::unique_ptr<GradientBuckets::Bucket> GradientBuckets::MakeBucket(BucketLayout layout, Memory memory) {
@@ -57,13 +56,18 @@ void GradientBuckets::Bucket::MakeHostBuffer() {
 
 // Requires mutex_.
 GradientBuckets::Plan& GradientBuckets::PlanAt(int plan) const {
-  if (plan < 0 || static_cast<std::size_t>(plan) >= plans_.size()) {
-    throw Error("Unknown plan. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
+  const auto found = plans_.find(plan);
+  if (found == plans_.end()) {
+    throw Error(
+        "A step should use a plan of this session: after shutdown() and init(), compile models again "
+        "and trace functions anew. Received: plan=" +
+            std::to_string(plan) + " of another session",
+        ErrorKind::kUsage);
   }
-  if (!plans_[static_cast<std::size_t>(plan)]) {
+  if (!found->second) {
     throw Error("The plan was removed. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
   }
-  return *plans_[static_cast<std::size_t>(plan)];
+  return *found->second;
 }
 
 GradientBuckets::Bucket& GradientBuckets::BucketAt(int plan, int bucket) const {
@@ -88,7 +92,7 @@ void GradientBuckets::RemovePlan(int plan) {
       return bucket->state == BucketState::kIdle && !bucket->announced;
     });
     if (!idle || progress_.refusal()) return;
-    idle_plan = std::move(plans_[static_cast<std::size_t>(plan)]);
+    idle_plan = std::move(plans_[plan]);
   }
   const auto& buckets = idle_plan->buckets;
   if (std::none_of(buckets.begin(), buckets.end(),
@@ -146,7 +150,8 @@ bool GradientBuckets::Bucket::Read() const {
 bool GradientBuckets::WaitUntilRead(double patience_s) const {
   const double end_s = Now() + patience_s;
   const auto all_read = [this] {
-    return std::all_of(plans_.begin(), plans_.end(), [](const auto& plan) {
+    return std::all_of(plans_.begin(), plans_.end(), [](const auto& each) {
+      const auto& plan = each.second;
       return !plan || std::all_of(plan->buckets.begin(), plan->buckets.end(),
                                   [](const auto& bucket) { return bucket->Read(); });
     });
@@ -163,7 +168,7 @@ bool GradientBuckets::WaitUntilRead(double patience_s) const {
 }
 
 void GradientBuckets::Leak() {
-  for (auto& plan : plans_) (void)plan.release();
+  for (auto& [number, plan] : plans_) (void)plan.release();
 }
 
 }  // namespace hvpipe

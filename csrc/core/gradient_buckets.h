@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -46,10 +47,10 @@ class GradientBuckets {
   GradientBuckets(const GradientBuckets&) = delete;
   GradientBuckets& operator=(const GradientBuckets&) = delete;
 
-  // Make the fused buffers of a plan and return its number. `signature` must be equal on all ranks; every
+  // Make the fused buffers of a plan with a number of its own. `signature` must be equal on all ranks; every
   // step checks it. Not collective: a rank may make plans that it never begins a step of.
-  int AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> layouts,
-              Memory memory = Memory::kHost);
+  void AddPlan(int number, const std::string& name, std::uint64_t signature,
+               std::vector<BucketLayout> layouts, Memory memory = Memory::kHost);
   // Free the plan's buffers as soon as the device no longer uses them. Does nothing while any of its buckets
   // is announced, reducing or reduced, or after an error. Not collective.
   void RemovePlan(int plan);
@@ -171,8 +172,8 @@ class GradientBuckets {
   DeviceSlot& device_;
   Telemetry& telemetry_;
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Plan>> plans_;  // by number; null: removed
-  int tags_ = 0;                              // given to buckets so far
+  std::map<int, std::unique_ptr<Plan>> plans_;  // by number; null: removed
+  int tags_ = 0;                                // given to buckets so far
   bool lost_sums_ = false;
   std::atomic<int> removals_{0};  // of plans in device memory, under way
 };

@@ -12,8 +12,8 @@ namespace {
 using BucketSpec =
     std::tuple<std::string, std::string, std::string, std::vector<std::size_t>, int, std::size_t>;
 
-int AddPlan(Engine& engine, const std::string& name, std::uint64_t signature,
-            const std::vector<BucketSpec>& buckets, bool on_device) {
+void AddPlan(Engine& engine, int number, const std::string& name, std::uint64_t signature,
+             const std::vector<BucketSpec>& buckets, bool on_device) {
   std::vector<BucketLayout> layouts;
   for (const auto& [bucket, dtype, wire, counts, priority, row] : buckets) {
     layouts.emplace_back(bucket, ParseDType(dtype), ParseDType(wire), counts, priority);
@@ -21,7 +21,7 @@ int AddPlan(Engine& engine, const std::string& name, std::uint64_t signature,
   }
   const auto memory = on_device ? Memory::kDevice : Memory::kHost;
   const nb::gil_scoped_release release;  // allocating waits for the device
-  return engine.buckets().AddPlan(name, signature, std::move(layouts), memory);
+  engine.buckets().AddPlan(number, name, signature, std::move(layouts), memory);
 }
 
 std::tuple<double, double> BeginStep(Engine& engine, int plan, std::int64_t step, double samples,
@@ -112,7 +112,7 @@ void CollectDevice(Engine& engine, int plan, int bucket, const DeviceTensors& te
 
 void BindBuckets(EngineClass& engine) {
   engine
-      .def("add_plan", &AddPlan, nb::arg("name"), nb::arg("signature"), nb::arg("buckets"),
+      .def("add_plan", &AddPlan, nb::arg("number"), nb::arg("name"), nb::arg("signature"), nb::arg("buckets"),
            nb::arg("on_device") = false)
       .def(
           "remove_plan", [](Engine& self, int plan) { self.buckets().RemovePlan(plan); }, nb::arg("plan"),

@@ -99,6 +99,7 @@ void BindNamedCalls(nb::module_& module) {
           nb::arg("number"))
       .def("watch_with", &NamedCalls::WatchWith, nb::arg("engine"), nb::arg("warn_s"), nb::arg("sign"))
       .def("ranks_of", &NamedCalls::RanksOf, nb::arg("process_set"), nb::call_guard<nb::gil_scoped_release>())
+      .def("set_of", &NamedCalls::SetOf, nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>())
       .def("leave", &NamedCalls::Leave, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &NamedCalls::Stop, nb::call_guard<nb::gil_scoped_release>());
   module.def("set_default_named_calls", &named::SetDefaultCalls, nb::arg("calls").none());

@@ -65,6 +65,20 @@ named::Type TypeOf(tf::DataType type) {
   }
 }
 
+// The calls of functions that lead to a node: "StatefulPartitionedCall_1/" for the node
+// "layer/StatefulPartitionedCall_1/HvpipeNamedAllreduce". A function that is called twice in a graph is there
+// twice after TensorFlow has inlined it, and both may run at the same time. Other scopes are left out: layers
+// may be numbered differently on each rank.
+std::string CallersOf(const std::string& node) {
+  std::string callers;
+  for (std::size_t begin = 0, end; (end = node.find('/', begin)) != std::string::npos; begin = end + 1) {
+    const std::string part = node.substr(begin, end - begin);
+    const std::string kind = part.substr(0, part.find_last_not_of("_0123456789") + 1);
+    if (kind == "PartitionedCall" || kind == "StatefulPartitionedCall") callers += part + "/";
+  }
+  return callers;
+}
+
 // The memory of one call. The other ranks need it even if this rank's step has failed and the op is
 // cancelled. Only the service thread writes to it after the start.
 struct Memory {
@@ -93,6 +107,7 @@ class NamedOp : public tf::AsyncOpKernel {
  public:
   explicit NamedOp(tf::OpKernelConstruction* construction) : tf::AsyncOpKernel(construction) {
     OP_REQUIRES_OK(construction, construction->GetAttr("call", &name_));
+    name_ = CallersOf(name()) + name_;
     OP_REQUIRES_OK(construction, construction->GetAttr("process_set", &set_));
     if constexpr (kKind == Kind::kAllreduce || kKind == Kind::kReducescatter) {
       OP_REQUIRES_OK(construction, construction->GetAttr("reduce_op", &op_));

@@ -108,6 +108,14 @@ std::vector<int> NamedCalls::RanksOf(int set) const {
   return found == sets_.end() ? std::vector<int>{} : found->second->ranks();
 }
 
+int NamedCalls::SetOf(const std::vector<int>& ranks) const {
+  const std::lock_guard<std::mutex> lock(sets_mutex_);
+  for (const auto& [number, set] : sets_) {
+    if (set->ranks() == ranks) return number;
+  }
+  return -1;
+}
+
 void NamedCalls::WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign) {
   engine_ = engine;
   end_sign_ = sign;

@@ -61,7 +61,11 @@ void ProcessSet::ReduceInPlace(void* data, Type type, std::int64_t count, const 
 
 void ProcessSet::ScaleSum(void* data, Type type, std::int64_t count, const Request& request) const {
   double factor = request.postscale;
-  if (request.op == ReduceOp::kAverage && !DivideIntegers(data, type, count, size())) factor *= 1.0 / size();
+  if (request.op == ReduceOp::kAverage) {
+    // A factor comes before integers are cut off. Without one they are divided exactly, also above 2^53.
+    const bool divided = factor == 1 && DivideIntegers(data, type, count, size());
+    if (!divided) factor *= 1.0 / size();
+  }
   ScaleNumbers(data, type, count, factor);
 }
 

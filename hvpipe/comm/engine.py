@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import Counter
@@ -38,6 +39,7 @@ Compression = Literal["bf16", "fp16"] | None
 _CALL_NAMES = {"average": "allreduce (average)", "sum": "allreduce (sum)"}
 _LATE_S = 60.0
 """After this time in a patient wait, hvpipe warns."""
+_plan_numbers = itertools.count()  # for all engines: graphs of an earlier session keep their plans' numbers
 _NOT_STEPS = -(1 << 62)  # the count of steps while none count
 _RECORDED = ("forward", "backward", "update", "step")
 
@@ -76,7 +78,7 @@ class Engine:
         self._groups: dict[tuple[int, ...], int] = {}
         self._all_on_gpus: bool | None = None
         self.core: Any = world.make_engine(settings)
-        self._plans: list[tuple[Any, ...] | None] = []  # by number; None: removed
+        self._plans: dict[int, tuple[Any, ...]] = {}  # by number
 
     def allreduce(
         self, array: Any, op: Op = "average", compression: Compression = None, out: Array | None = None
@@ -437,19 +439,20 @@ class Engine:
             on_device: Whether the gradients are in device memory; then call `use_device` first.
 
         Returns:
-            The number of the plan.
+            The number of the plan, which no other plan of this process has.
         """
         if self.core is None:
             raise HvpipeError("A plan needs several ranks or MPI. Received: one rank without MPI")
         rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority, b.row) for b in plan.buckets]
         arguments = (name, plan.signature, rows, on_device)
-        number = int(self.core.add_plan(*arguments))
-        self._plans[number:] = [arguments]
+        number = next(_plan_numbers)
+        self.core.add_plan(number, *arguments)
+        self._plans[number] = arguments
         return number
 
     def remove_plan(self, plan: int) -> None:
         """Free the buffers of a plan, unless one of its steps is under way. Not collective."""
-        self._plans[plan] = None
+        self._plans.pop(plan, None)
         if self.core is not None:
             self.core.remove_plan(plan)
 
@@ -528,10 +531,8 @@ class Engine:
         self._groups.clear()
         self.core = world.make_engine(settings)
         self._counted.update(totals)
-        for number, arguments in enumerate(self._plans):
-            self.core.add_plan(*(arguments or ("removed", 0, [], False)))
-            if arguments is None:
-                self.core.remove_plan(number)
+        for number, arguments in self._plans.items():
+            self.core.add_plan(number, *arguments)
         self.core.set_requests(self._own_requests)
 
     def steps_begun(self) -> int:

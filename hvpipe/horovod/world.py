@@ -13,17 +13,15 @@ from hvpipe.keras.collectives.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
+    registered,
     remove_process_set,
 )
-from hvpipe.keras.resize import on_resize
-from hvpipe.session import Resize
 
 logger = logging.getLogger("hvpipe")
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 OP_NAMES = ("average", "sum", "adasum", "min", "max", "product")
 
-_layout: list[tuple[int, int]] = []  # by rank: local rank and local size
 _process_sets: list[ProcessSet] = []
 
 
@@ -32,7 +30,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Args:
         comm: None, or a list of all ranks. hvpipe has no smaller world; use process sets for a part of it.
-        process_sets: Sets to add, the same on all ranks; or "dynamic", which hvpipe always allows.
+        process_sets: Sets to add, the same on all ranks; or "dynamic", which hvpipe always allows. A set of
+            ranks that form one already gets that one's number.
 
     Raises:
         HvpipeError: For a `comm` of some of the ranks.
@@ -46,26 +45,14 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             "comm should be None or all ranks; for a part of them use process sets. "
             f"Received: comm={comm!r} with {world.size} ranks"
         )
-    if not _layout:
-        _layout[:] = session.current().engine.allgather_object((world.local_rank, world.local_size))
     if process_sets is None or isinstance(process_sets, str):
         return
     for process_set in process_sets:
-        _process_sets.append(add_process_set(process_set))
-
-
-def _learn_layout(change: Resize) -> None:
-    world = session.current().world
-    if _layout:
-        _layout[:] = session.current().engine.allgather_object((world.local_rank, world.local_size))
-
-
-on_resize(_learn_layout)
+        _process_sets.append(registered(process_set, may_exist=True))
 
 
 def shutdown() -> None:
     """Leave the ranks. All ranks call it together; `init` may be called again."""
-    _layout.clear()
     for process_set in _process_sets:
         process_set.process_set_id = None
     _process_sets.clear()
@@ -105,23 +92,23 @@ def local_size() -> int:
 
 def _peers() -> list[int]:
     """Return the ranks that have this rank's local rank on their hosts."""
-    mine = local_rank()
-    return [peer for peer, (local, _) in enumerate(_layout) if local == mine]
+    mine, layout = rank(), session.current().layout
+    return [peer for peer, (local, _) in enumerate(layout) if local == layout[mine][0]]
 
 
 def cross_rank() -> int:
     """Return the number of this rank's host among the hosts that have this local rank."""
-    return _peers().index(rank()) if _layout else _number(lambda: 0)
+    return _peers().index(rank())
 
 
 def cross_size() -> int:
     """Return how many hosts have this rank's local rank."""
-    return len(_peers()) if _layout else _number(lambda: 1)
+    return len(_peers())
 
 
 def is_homogeneous() -> bool:
     """Return whether every host has the same number of ranks."""
-    return _number(lambda: len({locals_ for _, locals_ in _layout})) <= 1
+    return _number(lambda: len({locals_ for _, locals_ in session.current().layout})) == 1
 
 
 def rank_op(name: str | None = None) -> Any:

@@ -13,10 +13,10 @@ from hvpipe.horovod.tensorflow import elastic
 from hvpipe.horovod.world import *  # noqa: F403
 from hvpipe.horovod.world import OP_NAMES, Adasum, Average, ProcessSet, Sum, global_process_set, size
 from hvpipe.horovod.world import __all__ as _names_of_world
+from hvpipe.keras.collectives import functions as _functions
 from hvpipe.keras.collectives import objects as _objects
 from hvpipe.keras.collectives import tensors as _tensors
 from hvpipe.keras.collectives.compression import Compression
-from hvpipe.keras.collectives.functions import join
 from hvpipe.keras.collectives.gradients import GradientOptions, ReducingTape, wrap_optimizer
 from hvpipe.keras.collectives.sync_batch_norm import SyncBatchNormalization
 from hvpipe.keras.data_parallel import custom_loops as _planned
@@ -286,6 +286,11 @@ def grouped_reducescatter(
         return list(tensors)
     how = _reduction(op, None, compression, prescale_factor, postscale_factor, process_set)
     return _tensors.grouped_reducescatter(tensors, how, name)
+
+
+def join() -> Any:
+    """Wait until all ranks have called this, as hvpipe.keras.join; return the last one as an int32 tensor."""
+    return _functions.join_as_tensor()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -66,3 +66,4 @@ class Compression:
 
 
 EVERY_COMPRESSOR: tuple[type[Compressor], ...] = (Compression.none, Compression.fp16, Compression.bf16)
+COMPRESSORS = {kind.name: kind for kind in EVERY_COMPRESSOR}

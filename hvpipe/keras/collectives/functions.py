@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from hvpipe.comm.engine import Compression, check_compression
 from hvpipe.comm.horovod_arguments import check_other_arguments
-from hvpipe.keras.collectives import compression as compressors
+from hvpipe.errors import HvpipeError
 from hvpipe.keras.collectives import tensors as named
+from hvpipe.keras.collectives.compression import COMPRESSORS
 from hvpipe.keras.collectives.process_sets import ProcessSet
 from hvpipe.log import logger
 from hvpipe.session import current
-
-_COMPRESSORS = {kind.name: kind for kind in compressors.EVERY_COMPRESSOR}
 
 
 def _reduction(
     op: str, compression: Compression, prescale: float, postscale: float, process_set: ProcessSet | None
 ) -> named.Reduction:
     check_compression(compression)
-    return named.Reduction(op, prescale, postscale, _COMPRESSORS[compression], process_set)
+    return named.Reduction(op, prescale, postscale, COMPRESSORS[compression], process_set)
 
 
 def allreduce(
@@ -249,6 +250,7 @@ def join() -> int:
 
     Raises:
         PeerError: If a rank leaves without calling it.
+        HvpipeError: In a graph.
 
     Example:
         ```python
@@ -258,6 +260,11 @@ def join() -> int:
         ```
     """
     session = current()
+    if not tf.executing_eagerly():
+        raise HvpipeError(
+            "join() should be called outside of tf.function: there it would run once, while the function is "
+            "traced. Received: a call inside a tf.function"
+        )
     if session.loops_by_plan:
         session.loops_by_plan = False  # told once
         logger.warning(
@@ -267,3 +274,8 @@ def join() -> int:
         )
     joined: int = session.named_calls().join()
     return joined
+
+
+def join_as_tensor() -> Any:
+    """Call `join`; return its rank as an int32 tensor, as Horovod does."""
+    return tf.constant(join(), tf.int32)

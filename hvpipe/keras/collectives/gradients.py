@@ -178,7 +178,9 @@ def wrap_optimizer(
     calls: list[Any] = []
 
     def update(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        own_apply(reduce_gradients(gradients, variables, options, local, "optimizer"), variables)
+        reduced = reduce_gradients(gradients, variables, options, local, "optimizer")
+        with _after(reduced):
+            own_apply(reduced, variables)
 
     @functools.wraps(own_apply)
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
@@ -210,6 +212,15 @@ def wrap_optimizer(
     return optimizer
 
 
+def _after(gradients: Sequence[Any]) -> Any:
+    """Return a scope of ops that run only once there are gradients.
+
+    A train function that has reached the end of its data still runs the ops that need no data: counters, and
+    the optimizer's weight decay.
+    """
+    return tf.control_dependencies([gradient for gradient in gradients if gradient is not None])
+
+
 def refuse_loss_scaling_outside(optimizer: Any) -> None:
     """Raise if Keras would skip an update, and its reduction, on ranks whose own gradients overflow."""
     if keras.config.dtype_policy().name != "mixed_float16" or current().world.size == 1:
@@ -232,10 +243,11 @@ def _accumulate(
     average: bool,
     update: Callable[[Sequence[Any], Sequence[Any]], None],
 ) -> None:
-    for total, gradient in zip(sums, gradients, strict=True):
-        if gradient is not None:
-            total.assign_add(gradient)
-    calls.assign_add(1)
+    with _after(gradients):
+        for total, gradient in zip(sums, gradients, strict=True):
+            if gradient is not None:
+                total.assign_add(gradient)
+        calls.assign_add(1)
 
     def flush() -> bool:
         factor = 1.0 / passes if average else 1.0

@@ -19,7 +19,7 @@ from hvpipe.session import current
 # The numbers are those of csrc/named/call.h, and of Horovod.
 OPS = {"average": 0, "sum": 1, "adasum": 2, "min": 3, "max": 4, "product": 5}
 
-_names_in_graphs: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+_names_in_graphs: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], int]] = weakref.WeakKeyDictionary()
 
 
 @without_autograph
@@ -37,7 +37,7 @@ def allreduce(
 @without_autograph
 def allgather(tensors: Sequence[Any], process_set: int, name: str | None = None) -> list[Any]:
     """Concatenate tensors of all ranks of a process set along the first axis, which may differ by rank."""
-    call = _call_name("allgather", name, tensors)
+    call = _call_name("allgather", name, tensors, process_set)
     return _listed(
         library().hvpipe_named_allgather(
             tensors=tensors, factors=_factors(), call=call, process_set=process_set
@@ -48,7 +48,7 @@ def allgather(tensors: Sequence[Any], process_set: int, name: str | None = None)
 @without_autograph
 def broadcast(tensors: Sequence[Any], root_rank: int, process_set: int, name: str | None = None) -> list[Any]:
     """Return the tensors of one rank."""
-    call = _call_name("broadcast", name, tensors)
+    call = _call_name("broadcast", name, tensors, process_set)
     return _listed(
         library().hvpipe_named_broadcast(
             tensors=tensors, factors=_factors(), call=call, process_set=process_set, root_rank=root_rank
@@ -59,7 +59,7 @@ def broadcast(tensors: Sequence[Any], root_rank: int, process_set: int, name: st
 @without_autograph
 def alltoall(tensor: Any, splits: Any, process_set: int, name: str | None = None) -> tuple[Any, Any]:
     """Send `splits[i]` rows to the set's i-th rank; return the rows received, and how many from each rank."""
-    call = _call_name("alltoall", name, [tensor])
+    call = _call_name("alltoall", name, [tensor], process_set)
     received = library().hvpipe_named_alltoall(
         tensor=tensor, splits=splits, factors=_factors(), call=call, process_set=process_set
     )
@@ -86,7 +86,8 @@ def _reduced(
     process_set: int,
     name: str | None,
 ) -> list[Any]:
-    call, reduce = _call_name(kind, name, tensors), getattr(library(), f"hvpipe_named_{kind}")
+    call = _call_name(kind, name, tensors, process_set)
+    reduce = getattr(library(), f"hvpipe_named_{kind}")
     return _listed(
         reduce(tensors=tensors, factors=_factors(*factors), call=call, process_set=process_set, reduce_op=op)
     )
@@ -113,11 +114,13 @@ def _listed(outputs: Any) -> list[Any]:
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
 
-def _call_name(kind: str, name: str | None, tensors: Sequence[Any]) -> str:
-    """Return the name under which the ranks meet.
+def _call_name(kind: str, name: str | None, tensors: Sequence[Any], process_set: int) -> str:
+    """Return the name under which the ranks of a process set meet.
 
     In a graph each call has a name of its own, because its calls may run at the same time: the given one or
-    that of its first tensor, numbered from the second use on.
+    that of its first tensor, numbered from its second use on a process set on. Each set counts for itself,
+    because ranks outside of it do not call. Where a function calls another one, the op puts that call before
+    the name (csrc/faces/tf_named_ops.cc).
     """
     if tf.executing_eagerly():
         return f"{kind}.{name or 'unnamed'}"
@@ -128,8 +131,9 @@ def _call_name(kind: str, name: str | None, tensors: Sequence[Any]) -> str:
     # An eager tensor that a graph captures has a number as its name, which differs between ranks.
     base = f"{kind}.{'captured' if given[0].isdigit() and not name else given}"
     used = _names_in_graphs.setdefault(graph, {})
-    used[base] = used.get(base, 0) + 1
-    return base if used[base] == 1 else f"{base}.{used[base] - 1}"
+    before = used.get((process_set, base), 0)
+    used[process_set, base] = before + 1
+    return f"{base}.{before}" if before else base
 
 
 # --- Gradients, as Horovod defines them ------------------------------------------------------------------
@@ -138,13 +142,13 @@ def _call_name(kind: str, name: str | None, tensors: Sequence[Any]) -> str:
 @tf.RegisterGradient("HvpipeNamedAllreduce")
 def _allreduce_gradient(op: Any, *upstream: Any) -> list[Any]:
     """Return the same reduction of the gradients."""
-    factors = op.inputs[-1]
-    call = _call_name("allreduce", _gradient_name(op), upstream)
+    factors, process_set = op.inputs[-1], op.get_attr("process_set")
+    call = _call_name("allreduce", _gradient_name(op), upstream, process_set)
     reduced = library().hvpipe_named_allreduce(
         tensors=list(upstream),
         factors=factors,
         call=call,
-        process_set=op.get_attr("process_set"),
+        process_set=process_set,
         reduce_op=op.get_attr("reduce_op"),
     )
     return [*_listed(reduced), None]

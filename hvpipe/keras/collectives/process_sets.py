@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvpipe.errors import HvpipeError
-from hvpipe.session import current
+from hvpipe.session import current, is_initialized
 
 
 class ProcessSet:
@@ -76,8 +76,8 @@ class _AllRanks(ProcessSet):
         self.process_set_id = 0
 
     @property
-    def ranks(self) -> list[int]:  # type: ignore[override]
-        return list(range(current().world.size))
+    def ranks(self) -> list[int] | None:  # type: ignore[override]
+        return list(range(current().world.size)) if is_initialized() else None
 
 
 global_process_set: ProcessSet = _AllRanks()
@@ -102,13 +102,20 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         first_two = hk.add_process_set([0, 1])
         ```
     """
+    return registered(process_set, may_exist=False)
+
+
+def registered(process_set: ProcessSet | Sequence[int], *, may_exist: bool) -> ProcessSet:
+    """Add a process set as `add_process_set` does. One that `may_exist` gets the number of its twin."""
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if added.mpi_comm is not None and added.ranks is None:
         added.ranks = sorted(added.mpi_comm.allgather(current().world.rank))
     assert added.ranks is not None
     sets = _of_every_part(added, added.ranks)
+    calls = current().named_calls()
+    found = [calls.set_of(ranks) if may_exist else -1 for ranks in sets]
     try:
-        numbers = [current().named_calls().add_set(ranks) for ranks in sets]
+        numbers = [calls.add_set(r) if known < 0 else known for r, known in zip(sets, found, strict=True)]
         added.process_set_id = numbers[sets.index(added.ranks)]
     except HvpipeError as error:
         if type(error) is not HvpipeError:

@@ -7,10 +7,17 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager.record import should_record_backprop
 
 from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.collectives.gradients import refuse_loss_scaling_outside
+from hvpipe.keras.collectives.compression import COMPRESSORS
+from hvpipe.keras.collectives.gradients import (
+    GradientOptions,
+    reduce_gradients,
+    refuse_loss_scaling_outside,
+)
+from hvpipe.keras.collectives.tensors import Reduction
 from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.data_parallel.bucket_reduce import (
     BucketReducer,
@@ -28,7 +35,7 @@ from hvpipe.keras.data_parallel.overlap import BackwardOverlap
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
 from hvpipe.plan.compression import compression_named
-from hvpipe.session import current
+from hvpipe.session import Session, current
 
 
 def DistributedOptimizer(
@@ -73,7 +80,7 @@ def DistributedOptimizer(
     session.warn_without_checks("DistributedOptimizer")
     if session.world.size == 1:
         return optimizer
-    hooks: list[OptimizerHook] = []
+    hooks: dict[Session, OptimizerHook] = {}
 
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         given = trained_variables(optimizer) if trainable_variables is None else trainable_variables
@@ -81,13 +88,15 @@ def DistributedOptimizer(
         refuse_loss_scaling_outside(optimizer)
         if not optimizer.built:
             optimizer.build(variables)
-        if not hooks:
+        session = current()
+        if session not in hooks:
+            hooks.clear()  # of a session that has ended
             session.loops_by_plan = True
             used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
             tables = sliced_on_any_rank(session, grads, variables)
             options = ReduceOptions(compression, bucket_bytes, tables=tables, tables_agreed=True)
-            hooks.append(OptimizerHook(session, optimizer, used, BackwardOverlap(), options))
-        hooks[0].apply(grads, variables)
+            hooks[session] = OptimizerHook(session, optimizer, used, BackwardOverlap(), options)
+        hooks[session].apply(grads, variables)
 
     optimizer.apply = apply
     return optimizer
@@ -97,7 +106,8 @@ class DistributedGradientTape:
     """A `tf.GradientTape` whose `gradient` averages over all ranks; everything else is the tape's own.
 
     It works eagerly and in a `tf.function` without `jit_compile`. There the reduction overlaps with the rest
-    of backward. Every rank counts the same.
+    of backward, unless another tape records the averages for their derivatives, also while the function is
+    traced. Every rank counts the same.
 
     Args:
         tape: The tape to record with.
@@ -203,6 +213,8 @@ def average_gradients(
         )
     trained = [variables[place] for place in used]
     given = [gradients[place] for place in used]
+    if should_record_backprop(list(filter(tf.is_tensor, (getattr(g, "values", g) for g in given)))):
+        return _average_by_name(gradients, variables, compression)
     reducer = _reducer_for(trained, given, compression, bucket_bytes)
     found = reducer.as_submitted(given)
     tokens = reducer.submit(reducer.announce(one_sample(found)), found)
@@ -210,6 +222,19 @@ def average_gradients(
     for place, gradient in zip(used, reducer.collect_all(tokens), strict=True):
         averaged[place] = gradient
     return averaged
+
+
+def _average_by_name(
+    gradients: Sequence[Any], variables: Sequence[Any], compression: str | None
+) -> list[Any]:
+    """Average gradients that a tape records: the collectives by name have derivatives."""
+    if compression not in COMPRESSORS:
+        raise HvpipeError(
+            "Gradients that another tape records should be averaged with compression None, 'bf16' or 'fp16'. "
+            f"Received: compression={compression!r}"
+        )
+    options = GradientOptions(Reduction(compression=COMPRESSORS[compression]), sparse_as_dense=True)
+    return reduce_gradients(gradients, variables, options, name="average_gradients")
 
 
 def _reducer_for(

@@ -207,7 +207,7 @@ def test_rows_that_are_zero_on_all_ranks_are_not_sent(engine: Engine, core: Any)
 def test_rows_of_several_tensors_are_refused(core: Any) -> None:
     for counts in ([32, 32], [40]):
         with pytest.raises(HvpipeError, match=r"should hold one table of equal rows.*bucket=t"):
-            core.add_plan("tables", 1, [("t", "float32", "float32", counts, 0, 16)], False)
+            core.add_plan(0, "tables", 1, [("t", "float32", "float32", counts, 0, 16)], False)
 
 
 def test_steps_of_two_plans_overlap(engine: Engine, core: Any) -> None:

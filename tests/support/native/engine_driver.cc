@@ -128,7 +128,8 @@ void RunSteps(Engine& engine, bool fails) {
   }
   layouts.emplace_back("codes", hvpipe::DType::kInt8, hvpipe::DType::kInt8, std::vector<std::size_t>{kCount},
                        kBuckets);
-  const int plan = engine.buckets().AddPlan("model", 7, layouts);
+  const int plan = 3;
+  engine.buckets().AddPlan(plan, "model", 7, layouts);
   for (int step = 0; step < kSteps; ++step) {
     if (rank == 1 && step == kLateStep) std::this_thread::sleep_for(std::chrono::duration<double>(kLateS));
     const double scale = Begin(engine, plan, step);

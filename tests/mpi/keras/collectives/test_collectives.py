@@ -17,6 +17,7 @@ import tensorflow as tf
 import hvpipe.horovod.tensorflow as hvd
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.session import current
 
 pytestmark = pytest.mark.every_size
 
@@ -134,6 +135,8 @@ def test_factors_before_and_after(run: Any) -> None:
     np.testing.assert_allclose(found, 7 * (0.3 * everyone((5,), tf.float64)).sum(0))
     whole = run(lambda: hvd.allreduce(tf.fill([3], tf.cast(3, tf.int32)), op=hvd.Sum, prescale_factor=0.5))
     np.testing.assert_array_equal(whole, np.full(3, hvd.size()))  # cut off on each rank
+    mean = run(lambda: hvd.allreduce(tf.constant([hvd.rank() + 1]), postscale_factor=2.0))
+    np.testing.assert_array_equal(mean, [hvd.size() + 1])  # cut off once, at the end
 
 
 @pytest.mark.three_suffice
@@ -309,6 +312,37 @@ def test_names_of_hvpipe_keras(run: Any) -> None:
     assert 0 <= hk.join() < size
 
 
+@pytest.mark.three_suffice
+def test_calls_on_a_process_set_do_not_count_in_the_names_of_others() -> None:
+    """Regression: its members gave their next calls other names than the other ranks."""
+    first = hvd.add_process_set([0]) if hvd.size() > 1 else hvd.global_process_set
+
+    @tf.function
+    def step(x: Any) -> Any:
+        own = hvd.allreduce(x, op=hvd.Sum, process_set=first, name="a") if first.included() else x
+        return own, hvd.allreduce(x, op=hvd.Sum, name="a")
+
+    np.testing.assert_array_equal(step(tf.ones([2])), [[1, 1], [hvd.size()] * 2])
+    hvd.remove_process_set(first)
+
+
+@pytest.mark.three_suffice
+@pytest.mark.older_tensorflow
+def test_a_function_that_is_called_twice_in_a_graph() -> None:
+    """Regression: both calls, which may run at the same time, had one name."""
+    weight = tf.Variable(2.0)
+    mean = tf.function(lambda x: hvd.allreduce(x * weight, name="a"))
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.name_scope(f"scope_of_rank_{hvd.rank()}"):
+            return [mean(x), mean(10 * x), hvd.allreduce(x, name="a")]
+
+    middle = (hvd.size() - 1) / 2
+    for _ in range(5):
+        np.testing.assert_allclose(step(tf.constant(float(hvd.rank()))), [2 * middle, 20 * middle, middle])
+
+
 @pytest.mark.older_tensorflow
 def test_calls_in_branches_have_names_of_their_own() -> None:
     """Regression: branches may run at the same time, but their calls had one name."""
@@ -334,7 +368,7 @@ def test_more_rows_than_mpi_can_count() -> None:
     assert hvd.allreduce(tf.constant(2.0), op=hvd.Sum).numpy() == 2 * size
 
 
-def test_numbers_of_the_world() -> None:
+def test_numbers_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = tf.function(lambda: (hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()))()
     assert [int(n) for n in numbers] == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
     assert hvd.process_set_included_op().numpy() == 1
@@ -343,6 +377,11 @@ def test_numbers_of_the_world() -> None:
     assert hvd.is_homogeneous() == (len({place[2] for place in layout}) == 1)
     assert hvd.cross_size() == sum(place[0] == hvd.local_rank() for place in layout)
     assert 0 <= hvd.cross_rank() < hvd.cross_size()
+    # Regression: after hvpipe.init() they were those of one host.
+    monkeypatch.setattr(current(), "layout", [(0, 1)] * hvd.size())  # each rank on a host of its own
+    assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (hvd.rank(), hvd.size(), True)
+    monkeypatch.setattr(current(), "layout", [(0, 2), (1, 2), (0, 1)])  # unequal hosts
+    assert not hvd.is_homogeneous()
     assert all([hvd.mpi_built(), hvd.mpi_enabled(), hvd.mpi_threads_supported()])
 
 
@@ -489,6 +528,20 @@ def test_process_sets() -> None:
 
 
 @pytest.mark.three_suffice
+def test_process_sets_of_init_may_exist() -> None:
+    """Regression: a script could neither give a set twice nor call init twice."""
+    size = hvd.size()
+    given = [[0], [0], list(range(size))]
+    for _ in range(2):
+        sets = [hvd.ProcessSet(ranks) for ranks in given]
+        hvd.init(process_sets=sets)
+        numbers = [each.process_set_id for each in sets]
+        assert (numbers[1], numbers[2]) == (numbers[0], 0)
+        assert sets[1].size() == 1
+    assert hvd.remove_process_set(sets[0]) == (size > 1)
+
+
+@pytest.mark.three_suffice
 def test_a_call_on_a_process_set_that_is_removed_meanwhile() -> None:
     if hvd.size() == 1:
         pytest.skip("one rank never waits")
@@ -538,7 +591,10 @@ def test_ranks_with_less_data_join() -> None:
     if rank == size - 1 and size > 1:
         with pytest.raises(tf.errors.FailedPreconditionError, match="has joined"):
             hvd.allgather(tf.ones([1]), name="not_with_join")
-    assert hvd.join() == size - 1
+    last = hvd.join()
+    assert (last.dtype, last.numpy()) == (tf.int32, size - 1)
+    with pytest.raises(HvpipeError, match="Received: a call inside a tf"):
+        tf.function(hvd.join, autograph=False)()
     assert hvd.allreduce(tf.ones([]), op=hvd.Sum).numpy() == size
 
 
@@ -596,6 +652,13 @@ def test_rows_that_the_ranks_cannot_share() -> None:
         pytest.skip("one rank keeps all rows")
     with pytest.raises(tf.errors.InvalidArgumentError, match="share evenly"):
         hvd.alltoall(tf.ones([hvd.size() + 1]))
+
+
+@pytest.mark.three_suffice
+def test_the_set_of_all_ranks_is_shown_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: so help(hvd.allreduce), which shows it as a default, failed."""
+    monkeypatch.setattr("hvpipe.session._session", None)
+    assert repr(hvd.global_process_set) == "ProcessSet(process_set_id=0, ranks=None, mpi_comm=None)"
 
 
 @pytest.mark.three_suffice

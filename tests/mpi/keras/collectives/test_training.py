@@ -15,6 +15,7 @@ import hvpipe.horovod.keras as plain_hvd_keras
 import hvpipe.horovod.tensorflow as hvd
 import hvpipe.horovod.tensorflow.keras as hvd_keras
 import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
 from training import assert_same_bits, assert_same_on_all_ranks, by_rank_0
 
 ROWS = 8
@@ -113,6 +114,35 @@ def test_a_tape_keeps_slices_and_the_gradients_of_local_layers() -> None:
         hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[1])
 
 
+def averaged(gradients: list[Any], sources: list[Any]) -> list[Any]:
+    return hk.average_gradients(gradients, sources)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("how", [hvd.DistributedGradientTape, hk.DistributedGradientTape, averaged])
+def test_gradients_of_reduced_gradients(how: Any, in_graph: bool) -> None:
+    """Regression: they were None where the reduction went by the plan."""
+    weight = tf.Variable(2.0)
+    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
+
+    def step() -> Any:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = mine * weight**3
+            if how is averaged:
+                (gradient,) = averaged(inner.gradient(loss, [weight]), [weight])
+            else:
+                (gradient,) = how(inner).gradient(loss, [weight])
+            penalty = gradient**2
+        return outer.gradient(penalty, weight)
+
+    found = (tf.function(step) if in_graph else step)()
+    np.testing.assert_allclose(found, 2 * (12 * mean) * (12 * mine), rtol=1e-6)
+    if how is averaged and hvd.size() > 1:
+        with tf.GradientTape(), pytest.raises(HvpipeError, match=r"another tape .*compression='int8'"):
+            hk.average_gradients([weight * 1.0], [weight], compression="int8")
+
+
 # --- Optimizers -------------------------------------------------------------------------------------------
 
 
@@ -159,6 +189,25 @@ def test_gradients_of_several_backward_passes_add_up(average: bool) -> None:
         plain.apply([factor * (a + b) for a, b in zip(*passes, strict=True)], reference.trainable_variables)
     assert_close(model.get_weights(), reference.get_weights())
     assert int(optimizer.iterations) == 4  # schedules count every pass, as in Horovod
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("options", [{"backward_passes_per_step": 2}, {"op": hvd.Sum}])
+def test_epochs_of_unknown_length(options: dict[str, Any]) -> None:
+    """Passes, weight decay and counters need no data, so the call that finds the end must not run them."""
+    x, y = data()
+    batches = tf.data.Dataset.from_tensor_slices((mine(x), mine(y))).batch(2)
+
+    def trained(batches: tf.data.Dataset) -> tuple[dict[str, Any], int]:
+        model = model_of()
+        own = hvd.DistributedOptimizer(keras.optimizers.AdamW(0.01, weight_decay=0.1), **options)
+        model.compile(own, "mse")
+        model.fit(batches, epochs=2, verbose=0)
+        return weights_of(model), int(own.iterations)
+
+    weights, steps = trained(batches.filter(lambda *row: True))
+    assert steps == 8
+    assert_same_bits(weights, trained(batches)[0])
 
 
 def test_a_partial_optimizer_leaves_a_layer_to_its_rank() -> None:
