@@ -264,6 +264,25 @@ def test_a_rank_is_lost_when_the_others_have_nothing_left_to_do(tmp_path: Path) 
     assert "rank 1 of 3 was lost in shutdown" in result.output
 
 
+def test_a_job_that_is_suspended_goes_on(tmp_path: Path) -> None:
+    """As by `scontrol suspend`. Regression: the first rank that ran again found that nothing had moved."""
+    script = """
+import subprocess, time
+pids = hvpipe.allgather_object(os.getpid())
+if rank == 0:
+    one, two = pids
+    suspend = f"sleep 1; kill -STOP {one} {two}; sleep 6; kill -CONT {one}; sleep 1; kill -CONT {two}"
+    subprocess.Popen(["sh", "-c", suspend], start_new_session=True)
+else:
+    time.sleep(2)
+hvpipe.allreduce(np.ones(9))
+print("WENT ON", flush=True)
+"""
+    result = launch(2, [write(tmp_path, INIT + script)], limit_s=LIMIT_S, env={"HVPIPE_TIMEOUT": "4"})
+    assert result.returncode == 0, result.describe()
+    assert result.output.count("WENT ON") == 2
+
+
 def test_a_gpu_that_is_lost_on_one_rank(tmp_path: Path) -> None:
     """NCCL reports the loss only to that rank. The other rank waits for it, and ends when it ends."""
     script = """

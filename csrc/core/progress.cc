@@ -15,6 +15,8 @@ namespace hvpipe {
 namespace {
 
 constexpr double kDeadlineCheckS = 0.1;
+// The thread naps for milliseconds. If it was away for longer than this, the process had been stopped.
+constexpr double kStoppedS = 2;
 
 // Ask Linux (6.12 and later) for short time slices. In exchange the thread need not wait for the end of a
 // computing thread's long slice each time it wakes. If Linux refuses, the thread only wakes later.
@@ -199,6 +201,7 @@ Progress::PassResult Progress::Pass() {
   TakeInbox();
   PassResult result;
   const double now = Now();
+  ForgiveStop(now);
   const bool check_deadlines = now >= next_deadline_check_s_;
   if (check_deadlines) next_deadline_check_s_ = now + kDeadlineCheckS;
   try {
@@ -233,11 +236,21 @@ Progress::PassResult Progress::Pass() {
     finished_.push_back({operation, std::nullopt});
     return true;
   };
+  passed_s_ = result.waiting ? Now() : 0;
   idle_passes_ = result.moved ? 0 : idle_passes_ + 1;
   if (result.moved) moved_s_ = now;
   if (!result.moved) result.nap_s = std::min(options_.nap_s(idle_passes_), result.most_nap_s);
   if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
   return result;
+}
+
+// In a job that was stopped as a whole (suspended by its scheduler) each rank finds that nothing has moved
+// for long.
+void Progress::ForgiveStop(double now) {
+  const double away_s = passed_s_ > 0 ? now - passed_s_ : 0;
+  if (away_s < kStoppedS) return;
+  moved_s_ = std::min(now, moved_s_ + away_s);
+  for (const auto& operation : active_) operation->moved_s_ = std::min(now, operation->moved_s_ + away_s);
 }
 
 // Step the current stage and, while stages end at once, the next ones. Returns true on progress.

@@ -128,6 +128,7 @@ class Progress {
   PassResult Pass();
   bool StepOne(Operation& operation, double now);
   bool Blocked(const Operation& operation) const;
+  void ForgiveStop(double now);
   // progress_waits.cc
   void CheckDeadline(const Operation& operation, double waited_s) const;
   void TellStall(double now);
@@ -164,6 +165,7 @@ class Progress {
   double next_deadline_check_s_ = 0;
   int idle_passes_ = 0;
   double moved_s_ = 0;
+  double passed_s_ = 0;  // when the last pass ended, if it left operations that wait; else 0
   double stall_told_s_ = 0;
 
   std::thread thread_;

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import secrets
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,19 @@ def keep_record(core: Any) -> None:
     _core = core
     core.mark_signals()
     if _stack_file is None:
-        _stack_file = os.memfd_create("hvpipe-stacks")
+        _stack_file = _open_stack_file()
         # In C, so it works whatever the interpreter does.
         faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True, chain=False)
     core.use_stacks(int(_STACK_SIGNAL), _stack_file)
+
+
+def _open_stack_file() -> int:
+    try:
+        return os.memfd_create("hvpipe-stacks")
+    except (AttributeError, OSError):  # Pythons that were built with an older glibc, and kernels that refuse
+        number, path = tempfile.mkstemp(prefix="hvpipe-stacks-")
+        os.unlink(path)
+        return number
 
 
 def mark_signals() -> None:

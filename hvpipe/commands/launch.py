@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -142,17 +142,22 @@ def launcher_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str,
         share = str(spec.cores // spec.ranks) if spec.bind == "core" and spec.on_one_machine else spec.bind
         settings |= {"I_MPI_PIN": "off"} if spec.bind == "none" else {"I_MPI_PIN_DOMAIN": share}
     if words := shlex.split(spec.rsh_agent or "")[1:]:
-        if odd := [word for word in words if not word or " " in word]:
-            raise LaunchError(
-                f"{spec.mpirun.family} takes arguments of --rsh-agent apart at spaces: put them into a "
-                f"script. Received: the argument {odd[0]!r}"
-            )
         name = "HYDRA_LAUNCHER_EXTRA_ARGS"
         if spec.mpirun.family == "Intel MPI":
             name = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
-        settings[name] = " ".join(words)
+        settings[name] = _joined(words, spec, " ")
     settings = {name: value for name, value in settings.items() if name not in environ}
     return {**settings, "SLURM_MPI_TYPE": "none"} if spec.allocated else settings
+
+
+def _joined(words: Sequence[str], spec: LaunchSpec, splits_at: str) -> str:
+    """Join words of --rsh-agent for mpirun. Raises LaunchError for one that mpirun would split."""
+    if odd := [word for word in words if not word or set(word) & set(splits_at)]:
+        raise LaunchError(
+            f"{spec.mpirun.family} splits --rsh-agent at any of {splits_at!r}: put such words into a script. "
+            f"Received: {odd[0]!r}"
+        )
+    return " ".join(words)
 
 
 def _open_mpi_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
@@ -167,7 +172,7 @@ def _open_mpi_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
     flags += _open_mpi_placement(spec, is_5)
     if spec.rsh_agent is not None:
         agent = ("--prtemca", "plm_ssh_agent") if is_5 else ("--mca", "plm_rsh_agent")
-        flags.append((*agent, spec.rsh_agent))
+        flags.append((*agent, _joined(shlex.split(spec.rsh_agent), spec, " :")))
     if spec.network is not None:
         if not is_5:
             flags.append(("--mca", "oob_tcp_if_include", spec.network))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
+
+from hvpipe.comm import flight_record
 
 SCRIPT = """
 import faulthandler, os, signal, sys, threading
@@ -36,6 +41,15 @@ for _ in range(120):
 print(whole, seen, flush=True)
 os._exit(0)
 """
+
+
+def test_a_python_without_memfd_keeps_stacks_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    number = flight_record._open_stack_file()
+    os.write(number, b"a stack")
+    assert os.pread(number, 9, 0) == b"a stack"
+    assert os.fstat(number).st_nlink == 0  # it goes with the process
+    os.close(number)
 
 
 def test_the_stacks_of_running_threads_do_not_end_the_process() -> None:

@@ -83,9 +83,9 @@ def test_the_port_and_key_of_ssh(
     ssh.write_text("#!/bin/sh\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", str(ssh.parent), prepend=":")
-    printed, _ = dry_run(mpirun, "-np 2 -H a:2 -p 2222 -i 'my key'", capsys)
+    printed, _ = dry_run(mpirun, "-np 2 -H a:2 -p 2222 -i my-key", capsys)
     words = shlex.split(printed)
-    assert words[words.index("plm_ssh_agent") + 1] == f"{ssh} -p 2222 -i 'my key'"
+    assert words[words.index("plm_ssh_agent") + 1] == f"{ssh} -p 2222 -i my-key"
 
 
 def test_flags_without_effect_are_named(mpirun: str, capsys: pytest.CaptureFixture[str]) -> None:

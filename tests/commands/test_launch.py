@@ -255,5 +255,11 @@ def test_arguments_of_an_agent_are_settings_of_hydra() -> None:
     assert launcher_settings(spec, {}) == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-p 22"}
     intel = launcher_settings(replace(spec, mpirun=INTEL), {})
     assert intel["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] == "-p 22"
-    with pytest.raises(LaunchError, match="Received: the argument 'a b'"):
+    with pytest.raises(LaunchError, match=r"splits --rsh-agent at any of ' '.* Received: 'a b'"):
         launcher_settings(replace(spec, rsh_agent="/ssh -i 'a b'"), {})
+
+
+@pytest.mark.parametrize("word", ["a b", "bastion:22"])
+def test_an_agent_that_open_mpi_would_split_is_refused(word: str) -> None:
+    with pytest.raises(LaunchError, match=rf"Open MPI splits --rsh-agent .* Received: '{word}'"):
+        words(replace(SPEC, hosts=HOSTS, rsh_agent=f"/ssh -i '{word}'"))

@@ -63,6 +63,12 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         callbacks = training_state(self.model).fit_call.callbacks
+        folders = [str(c.at_epoch_ends.folder) for c in callbacks if isinstance(c, Checkpoint)]
+        if len(folders) > 1:
+            raise HvpipeError(
+                "fit should get one hvpipe.keras.Checkpoint: each would resume the training. For more files, "
+                f"use keras.callbacks.ModelCheckpoint. Received: one each for {', '.join(folders)}"
+            )
         others = [c for c in callbacks if not isinstance(c, (Checkpoint, _AtEpochEnds))]
         self._running.fit = CheckpointedFit(self._options, self.model, others)
         self._running.fit.begin(self.params)

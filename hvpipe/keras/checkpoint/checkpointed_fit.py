@@ -88,9 +88,11 @@ class CheckpointedFit:
     def begin(self, params: Mapping[str, Any]) -> None:
         """Find the checkpoint to resume from; collective. `params` are those of the callback."""
         session, options, world = self._session, self._options, self._session.world
-        self._check_folder()
+        alone = self._check_folder()
         run = session.engine.broadcast_object(secrets.token_hex(3))
         found = newest_usable(options.folder, _Agreement(session))
+        if alone:  # what a killed job was writing takes room that the next checkpoint may need
+            folders.abandon(options.folder, [left.name for left in folders.incomplete(options.folder)])
         if found is not None:
             self._resume = Resume(*found, self._state, self._others, self._model)
             self._resume.begin(params)
@@ -251,21 +253,27 @@ class CheckpointedFit:
             self._resume.end_epoch()
         self._open.close()
 
-    def _check_folder(self) -> None:
-        """Raise HvpipeError, on all ranks, unless all ranks see the same folder and can write to it."""
+    def _check_folder(self) -> bool:
+        """Raise HvpipeError, on all ranks, unless all ranks see the same folder and can write to it.
+
+        Return, on rank 0, whether no other job writes there.
+        """
         session, folder = self._session, self._options.folder
         probe = f".seen-{session.engine.broadcast_object(secrets.token_hex(6))}"
 
-        def make() -> None:
+        def make() -> bool:
+            alone = False
             if session.world.rank == 0:
                 folders.check_folder(folder)
-                if not folders.claim(folder):
+                alone = folders.claim(folder)
+                if not alone:
                     logger.warning(
                         "hvpipe: another job writes checkpoints to %s. Each would go on from the other's: "
                         "end one of them, or give it a folder of its own.",
                         folder,
                     )
                 (folder / probe).touch()
+            return alone
 
         def see() -> None:
             deadline_s = time.monotonic() + 10.0  # NFS shows new files after some seconds
@@ -278,15 +286,19 @@ class CheckpointedFit:
                 time.sleep(0.05)
                 with contextlib.suppress(OSError):
                     os.listdir(folder.parent)  # asks an NFS server for folders that were missing before
+            mine = folder / f"{probe}-{session.world.rank}"
+            mine.touch()
+            mine.unlink()
 
         what = f"opening the checkpoints in {folder}"
-        on_all_ranks(session, what, make)
+        alone = on_all_ranks(session, what, make)
         try:
             on_all_ranks(session, what, see)
         finally:
             if session.world.rank == 0:
                 with contextlib.suppress(OSError):
                     (folder / probe).unlink()
+        return alone
 
     def _announce(self, place: Path, position: Position) -> None:
         if self._session.world.rank == 0:

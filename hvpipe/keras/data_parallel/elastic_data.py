@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvpipe.errors import HvpipeError
 from hvpipe.session import Session
 
 _KEPT_STEPS = 2
@@ -102,9 +103,18 @@ class ElasticData:
         wanted = int(notes.get(name, notes.get("read", batch) * ranks))
         while self.position < wanted:
             if not self._waiting:
-                self._waiting.append(next(self._iterator))
+                self._waiting.append(self._next_of(wanted))
             self._waiting.popleft()
             self.position += 1
+
+    def _next_of(self, wanted: int) -> Any:
+        try:
+            return next(self._iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise HvpipeError(
+                f"The data should have the {wanted} batches of all ranks that the checkpoint counts: use the "
+                f"batch size with which it was written. Received: data that ended after {self.position}"
+            ) from None
 
     def notes(self, counted: int) -> dict[str, int]:
         """Return what `resume` needs as `notes`, if `counted` steps have run in the epoch."""

@@ -210,10 +210,13 @@ def test_resumed_between_epochs_and_after_the_end(tmp_path: Path) -> None:
     wanted, history = train(case, folder / "whole", "1epoch", others=best_first())
     with pytest.raises(Crash):
         train(case, folder / "cut", "1epoch", (2 * BATCHES + 1, crash), best_first())
+    killed_in = folder / "cut" / "0000009999-abcdef"  # what a job that was killed was writing
+    killed_in.mkdir(exist_ok=True)
     hvpipe.barrier()
     found, rest = train(case, folder / "cut", "1epoch", others=best_first())
     assert_same_bits(found, wanted)
     assert {name: values[-1:] for name, values in history.items()} == rest
+    assert not killed_in.exists()
     again, nothing = train(case, folder / "cut", "1epoch", others=best_first())
     assert_same_bits(again, wanted)
     assert nothing == {}
@@ -416,3 +419,9 @@ def test_errors(tmp_path: Path) -> None:
     plain.compile("sgd", loss())
     with pytest.raises(hvpipe.HvpipeError, match=r"needs a model of hvpipe\.keras\.data_parallel"):
         fit(plain, data(repeat=False), callbacks=[hk.Checkpoint(folder)])
+    hk.data_parallel(plain)
+    two = [hk.Checkpoint(folder / "often"), hk.Checkpoint(folder / "rarely")]
+    with pytest.raises(
+        hvpipe.HvpipeError, match=r"should get one .*Received: one each for .*often, .*rarely"
+    ):
+        fit(plain, data(repeat=False), callbacks=two)
