@@ -30,6 +30,7 @@ void GradientBuckets::EndLaunching(Bucket& bucket, const std::shared_ptr<bool>& 
 // Requires mutex_. Hands a sum out that the device will complete.
 Done GradientBuckets::HandOut(Bucket& bucket) {
   *std::exchange(bucket.launched, nullptr) = true;
+  ++handed_out_;
   bucket.gathered_before = true;
   bucket.state = BucketState::kReduced;
   return TakeWaiting(bucket);
@@ -48,6 +49,7 @@ void GradientBuckets::EndReducing(Bucket& bucket, const Error* error, bool* hand
     const std::lock_guard<std::mutex> lock(mutex_);
     if (handed_out != nullptr && std::exchange(*handed_out, true)) {
       lost_sums_ |= error != nullptr;
+      --handed_out_;
       return;
     }
     bucket.launched = nullptr;

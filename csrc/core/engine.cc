@@ -102,6 +102,8 @@ void Engine::Stop() {
   if (!progress_->Close()) return;
   const double patience_s = std::min(kLeaveS, network_.options().timeout_s);
   progress_->Drain(patience_s);
+  // TensorFlow may have enqueued more than the device has run.
+  if (buckets_.awaits_sums()) progress_->Drain(network_.options().timeout_s);
   watchdog_.Stop();
   progress_->Stop();
   device_messages_.EndPosted(ShutDown());

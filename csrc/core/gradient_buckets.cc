@@ -87,6 +87,7 @@ void GradientBuckets::RemovePlan(int plan) {
   std::unique_ptr<Plan> idle_plan;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (plans_.count(plan) == 0) return;  // of an engine before, whose ranks were lost
     const Plan& found = PlanAt(plan);
     const bool idle = std::all_of(found.buckets.begin(), found.buckets.end(), [](const auto& bucket) {
       return bucket->state == BucketState::kIdle && !bucket->announced;

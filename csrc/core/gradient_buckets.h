@@ -89,6 +89,8 @@ class GradientBuckets {
   // Drop the sum of a bucket that Collect waited for, because the step that wanted it has failed.
   void Discard(int plan, int bucket);
 
+  // Whether the device still has to complete a sum that Collect handed out.
+  bool awaits_sums() const { return handed_out_ > 0; }
   // Whether a sum that Collect handed out will not be complete, because of an error. What waits for it on the
   // device must not run.
   bool lost_sums() const;
@@ -175,7 +177,8 @@ class GradientBuckets {
   std::map<int, std::unique_ptr<Plan>> plans_;  // by number; null: removed
   int tags_ = 0;                                // given to buckets so far
   bool lost_sums_ = false;
-  std::atomic<int> removals_{0};  // of plans in device memory, under way
+  std::atomic<int> handed_out_{0};  // sums under way
+  std::atomic<int> removals_{0};    // of plans in device memory, under way
 };
 
 }  // namespace hvpipe

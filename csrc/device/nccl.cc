@@ -149,13 +149,8 @@ nccl::Communicator NcclCommunicator::Usable() const {
 bool NcclCommunicator::Ready() {
   const Here here(device_);
   int state = nccl::kSuccess;
-  try {
-    library_.Check(library_.CommGetAsyncError(Usable(), &state), "ncclCommGetAsyncError", communicator_);
-    library_.Check(state, "an asynchronous operation", communicator_);
-  } catch (const Error&) {
-    Abort();
-    throw;
-  }
+  library_.Check(library_.CommGetAsyncError(Usable(), &state), "ncclCommGetAsyncError", communicator_);
+  library_.Check(state, "an asynchronous operation", communicator_);
   return state == nccl::kSuccess;
 }
 
@@ -176,7 +171,15 @@ void NcclCommunicator::WaitUntilReady(double timeout_s, const std::string& what,
 void NcclCommunicator::WaitUntil(const std::function<bool()>& done, double timeout_s, const std::string& what,
                                  const std::function<void()>& interrupt) {
   const double end_s = Now() + timeout_s;
-  while (!Ready() || !done()) {
+  const auto ready = [this] {
+    try {
+      return Ready();
+    } catch (const Error&) {
+      Abort();
+      throw;
+    }
+  };
+  while (!ready() || !done()) {
     if (Now() > end_s) {
       Abort();
       throw Error("Waited " + std::to_string(timeout_s) + " s for NCCL: " + what + ", rank " +

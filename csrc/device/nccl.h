@@ -121,7 +121,7 @@ class NcclCommunicator {
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
   int size() const { return size_; }
-  // Whether NCCL has finished its background work. Aborts and throws on an asynchronous error.
+  // Whether NCCL has finished its background work. Throws on an asynchronous error; then call Abort.
   bool Ready();
   // The same, but gives NCCL some microseconds: it hands most calls over in a thread of its own.
   bool ReadySoon();

@@ -531,8 +531,10 @@ class Engine:
         self._groups.clear()
         self.core = world.make_engine(settings)
         self._counted.update(totals)
-        for number, arguments in self._plans.items():
+        for number, arguments in list(self._plans.items()):  # a model that is freed now removes its plan
             self.core.add_plan(number, *arguments)
+            if number not in self._plans:
+                self.core.remove_plan(number)
         self.core.set_requests(self._own_requests)
 
     def steps_begun(self) -> int:

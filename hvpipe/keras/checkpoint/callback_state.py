@@ -103,12 +103,14 @@ def set_callbacks(
 
 
 def _best_weights(callback: Any, names: Sequence[str], arrays: Mapping[str, Any]) -> list[Any] | None:
-    """Return the weights of these names, like the model's; None if they are not all the model's weights."""
+    """Return the weights of these names, like the model's if it is built; None if some are missing."""
     weights = callback.model.weights if callback.model is not None else []
-    if any(name not in arrays for name in names) or (weights and len(weights) != len(names)):
+    if any(name not in arrays for name in names):
         return None
     values = [arrays[name] for name in names]
-    return [as_variable(value, v) for value, v in zip(values, weights, strict=True)] if weights else values
+    if len(weights) != len(values):
+        return values
+    return [as_variable(value, v) for value, v in zip(values, weights, strict=True)]
 
 
 def _restores(callback: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.session import current, is_initialized
 
 
@@ -114,6 +114,10 @@ def registered(process_set: ProcessSet | Sequence[int], *, may_exist: bool) -> P
     sets = _of_every_part(added, added.ranks)
     calls = current().named_calls()
     found = [calls.set_of(ranks) if may_exist else -1 for ranks in sets]
+    if may_exist:
+        everyone = current().engine.allgather_object((sets, found))
+        if any(each != everyone[0] for each in everyone):
+            raise MismatchError(f"All ranks should give the same process sets. Received, by rank: {everyone}")
     try:
         numbers = [calls.add_set(r) if known < 0 else known for r, known in zip(sets, found, strict=True)]
         added.process_set_id = numbers[sets.index(added.ranks)]

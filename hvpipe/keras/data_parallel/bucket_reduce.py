@@ -148,9 +148,9 @@ class BucketReducer:
             )
         self.used = True
         self._session.announcements += 1
+        ones, others = _take_collected()
         with on_the_host():
             samples = tf.cast(samples, tf.float64)
-            ones, others = _take_collected()
             if ones:
                 reduces = tf.logical_and(reduces, tf.add_n(ones) > 0)
         with tf.control_dependencies([*others, samples]), on_the_host():

@@ -230,7 +230,8 @@ def _average_by_name(
     """Average gradients that a tape records: the collectives by name have derivatives."""
     if compression not in COMPRESSORS:
         raise HvpipeError(
-            "Gradients that another tape records should be averaged with compression None, 'bf16' or 'fp16'. "
+            "Gradients that a tape records (another one, or a persistent one inside its own `with`) should "
+            "be averaged with compression None, 'bf16' or 'fp16'. "
             f"Received: compression={compression!r}"
         )
     options = GradientOptions(Reduction(compression=COMPRESSORS[compression]), sparse_as_dense=True)
