@@ -142,13 +142,9 @@ def fitted(options: PipelineOptions, world: World) -> PipelineOptions:
     if plan is not None and len(plan.ranks) != size:
         how = plan.pipelining
         stages, replicas = len(plan.stages) // how.chunks, None
-        options = replace(
-            options,
-            microbatches=how.microbatches,
-            schedule=how.schedule,
-            chunks=how.chunks,
-            recompute=how.recompute,
-        )
+        options = replace(options, microbatches=how.microbatches)
+        if options.cluster is None:  # with a cluster, the planner chooses the rest again
+            options = replace(options, schedule=how.schedule, chunks=how.chunks, recompute=how.recompute)
     elif replicas is not None and sum(replicas) != size:
         stages, replicas = len(replicas), None
     elif not isinstance(stages, int) or (stages <= size and size % stages == 0) or replicas is not None:
@@ -159,9 +155,11 @@ def fitted(options: PipelineOptions, world: World) -> PipelineOptions:
             "hvpipe: the pipeline is planned anew for %d ranks, with %d stages. It was made for other ranks.",
             *(size, count),
         )
-    if options.cluster is not None:
-        return replace(options, stages="auto", replicas=None)
     # Stages of another cut have other numbers.
+    if options.cluster is not None:
+        named = isinstance(options.checked_recompute, tuple)
+        recompute = None if named else options.recompute
+        return replace(options, stages="auto", replicas=None, recompute=recompute)
     recompute = options.recompute if count == stages else options.recompute not in (None, False)
     spread = tuple(size // count + (stage < size % count) for stage in range(count))
     return replace(options, stages=count, replicas=spread, recompute=recompute)

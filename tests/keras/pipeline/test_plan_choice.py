@@ -53,6 +53,14 @@ def test_a_plan_keeps_its_schedule() -> None:
     assert found.recompute is True  # stages have other numbers now
 
 
+def test_a_plan_made_anew_for_a_cluster_may_recompute_in_other_stages() -> None:
+    """Regression: the stages that the old plan recomputed were asked of the new one, which may have fewer."""
+    how = Pipelining("1f1b", 6, (0, 1, 2))
+    found = fitted(PipelineOptions(plan(3, how), cluster="c.toml"), cast(World, Ranks(2)))
+    assert (found.stages, found.microbatches) == ("auto", 6)
+    assert (found.choice.schedule, found.choice.recompute) == ("auto", "auto")
+
+
 def test_a_cluster_without_some_devices() -> None:
     bus, slow = Link(1e-6, 1e10), Link(1e-3, 1e6)
     hosts = Host("h0", (Device("g0"), Device("g1")), inner=bus), Host("h1", (Device("g2"),))
