@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import numbers
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -381,9 +381,19 @@ def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:
 def _ranks_by_name(session: Session, devices: Sequence[str], of: str = "plan") -> list[int]:
     """Return the world rank of each device; collective.
 
-    A device is named HOST:LOCAL_RANK (as by `hvpipe profile`), HOST if it has one rank, or rank3.
+    A device is named HOST:LOCAL_RANK (as by `hvpipe profile`), HOST if it has one rank, or rank3. A plan may
+    leave devices of a host idle. Its other devices then go to the host's ranks in their order.
     """
     world, table = session.world, _rank_names(session)
+    renumbered = _in_order(devices, table)
+    if len(renumbered) == world.size and renumbered.keys() - table.keys():
+        if world.rank == 0:
+            logger.warning(
+                "hvpipe: the %s leaves devices idle, so each host's ranks take its other devices in order: %s. "
+                "With GPUs, CUDA_VISIBLE_DEVICES should name those of the %s.",
+                *(of, ", ".join(f"{name} is rank {rank}" for name, rank in renumbered.items()), of),
+            )
+        table |= renumbered
     lacking = [device for device in devices if device not in table]
     here = ", ".join(name for name in table if ":" in name)
     if lacking:
@@ -398,6 +408,21 @@ def _ranks_by_name(session: Session, devices: Sequence[str], of: str = "plan") -
             f"Received: {world.size} ranks ({here}), devices={list(devices)}"
         )
     return [table[device] for device in devices]
+
+
+def _in_order(devices: Sequence[str], table: Mapping[str, int]) -> dict[str, int]:
+    """Return the ranks of devices named HOST:NUMBER, if the devices of a host are numbered from 0 again."""
+    of_host: dict[str, list[tuple[int, str]]] = {}
+    for device in devices:
+        host, _, number = device.rpartition(":")
+        if number.isdecimal():
+            of_host.setdefault(host, []).append((int(number), device))
+    found = {
+        device: table.get(f"{host}:{place}")
+        for host, named in of_host.items()
+        for place, (_, device) in enumerate(sorted(named))
+    }
+    return {device: rank for device, rank in found.items() if rank is not None}
 
 
 def _rank_names(session: Session) -> dict[str, int]:
