@@ -152,6 +152,21 @@ def test_one_stage_alone_can_recompute() -> None:
     assert found["(0, 1)"] == found["True"] == ((12, 12), (10, 13))
 
 
+def test_each_part_of_a_backward_recomputes_the_forward() -> None:
+    """F = 1, I = 1, W = 1: with recomputation I = 2, and W = 2 too where it has an I before and weights.
+
+    Regression: only I was forecast to take longer, so zb-h1 seemed to win.
+    """
+    frozen = LayerCost("c", 1, 1, weight_share=0)
+    profile = Profile.of([LayerCost(name, 1, 2) for name in "ab"] + [frozen], [("a", "b"), ("b", "c")])
+    cluster = equal_cluster(3)
+    plan = partition(profile, cluster, 3, Pipelining("zb-h1", 4, recompute=True))
+    one = forecast(plan, profile, cluster)
+    assert one.busy_s == (4 * 4, 4 * 5, 4 * 3)
+    simulated = simulate(schedule_of(plan), costs_of(plan, profile, cluster), dataflow_of(plan, profile))
+    assert simulated.makespan_s == pytest.approx(one.step_s)
+
+
 def test_balancing_counts_the_recomputed_forward() -> None:
     """Ten layers, F = 1, B = 2. The first stage recomputes: its four layers take 16 s, the other six 18 s."""
     how = Pipelining("gpipe", 2, (0,))

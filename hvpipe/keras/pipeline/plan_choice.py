@@ -389,8 +389,8 @@ def _ranks_by_name(session: Session, devices: Sequence[str], of: str = "plan") -
     if len(renumbered) == world.size and renumbered.keys() - table.keys():
         if world.rank == 0:
             logger.warning(
-                "hvpipe: the %s leaves devices idle, so each host's ranks take its other devices in order: %s. "
-                "With GPUs, CUDA_VISIBLE_DEVICES should name those of the %s.",
+                "hvpipe: the %s leaves devices idle, so each host's ranks take its other devices in order: "
+                "%s. With GPUs, CUDA_VISIBLE_DEVICES should name those of the %s.",
                 *(of, ", ".join(f"{name} is rank {rank}" for name, rank in renumbered.items()), of),
             )
         table |= renumbered
