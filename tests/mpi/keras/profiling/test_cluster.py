@@ -117,6 +117,24 @@ def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, caplog
     assert "memory of rank 1's GPU is unknown" in caplog.text
 
 
+def test_with_many_ranks_one_link_is_measured_between_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: 256 ranks measured 32,640 pairs one after the other, for hours."""
+    asked = []
+
+    def measured(engine: Any, pairs: Any = None, computing: Any = None) -> dict[Any, Any]:
+        asked.append(pairs)
+        return {pair: f"link {pair}" for pair in pairs or ()}
+
+    monkeypatch.setattr(cluster_module, "measure_links", measured)
+    hosts = ["a", "a", "b", *"a" * 14]
+    links: Any = cluster_module._links(current(), hosts)
+    assert asked == [[(0, 1), (0, 2)]]
+    assert len(links) == 17 * 16 // 2
+    assert {links[0, 2], links[2, 9]} == {"link (0, 2)"}
+    cluster_module._links(current(), hosts[1:])
+    assert asked[1] is None
+
+
 def own_profile() -> Profile:
     """Return an mlp profile as if measured here. The slowest layer is the first on rank 0, else the last."""
     profile = estimate(layer_graph(mlp()), samples=4)
