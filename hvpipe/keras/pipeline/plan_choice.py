@@ -129,6 +129,12 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
             "Replicas on a given cluster need the planner: pass the plan of `hvpipe plan --mode hybrid`, or "
             f"leave them out. Received: replicas={replicas} and a cluster"
         )
+    limited = any(device.memory_bytes is not None for device in cluster.devices)
+    if given is None and limited and session.world.rank == 0:
+        logger.warning(
+            "hvpipe: without a profile, the plan counts the memory of micro-batches of one sample: pass the "
+            "profile that `hvpipe profile` writes."
+        )
     # Before the search, which may take a minute. The plan will have all devices.
     _ranks_by_name(session, [device.name for device in cluster.devices], "cluster")
     plan = _searched(session, profile, cluster, options, None if stages == "auto" else count)

@@ -104,7 +104,7 @@ def measure_ranks(profile: Profile) -> tuple[Profile, Cluster]:
 def _links(session: Session, hosts: Sequence[str]) -> dict[tuple[int, int], Link]:
     """Return the link of each pair of ranks, which are on these hosts; collective.
 
-    A pair takes some 0.2 s at 10 Gb/s. So with many ranks, one pair is measured for each two hosts and for each host.
+    A pair takes some 0.2 s at 10 Gb/s. With many ranks, one pair is measured for each two hosts or one host.
     """
     if len(hosts) <= _MOST_MEASURED:
         return measure_links(session.engine, computing=_computing())
