@@ -138,14 +138,14 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     profiled = read_profile(options.profile, options.graph_batch_size)
 
     def request_with(microbatches: int) -> PlanRequest:
-        profile = of_microbatch(profiled, microbatches, options.batch_size)
         if options.chunks is not None:
-            check_chunks(options.chunks, len(profile.layers))
+            check_chunks(options.chunks, len(profiled.layers))
         chunks = 2 if options.chunks is None else options.chunks
+        pipelining = PipeliningChoice(options.schedule, microbatches, recompute, chunks)
         return PlanRequest(
-            profile=profile,
+            profile=of_microbatch(profiled, microbatches, options.batch_size),
             cluster=cluster,
-            pipelining=PipeliningChoice(options.schedule, microbatches, recompute, chunks),
+            pipelining=pipelining,
             stages=options.stages,
             mode=options.mode,
             method=options.method,

@@ -367,6 +367,11 @@ def _check(request: PlanRequest) -> None:
             "Data parallel has one stage: omit the stages, or choose another mode. "
             f"Received: mode='data', stages={stages}"
         )
+    if stages == 1 and request.mode == "hybrid":
+        raise HvpipeError(
+            "A hybrid has two stages or more: omit the stages, or choose mode data. "
+            "Received: mode='hybrid', stages=1"
+        )
 
 
 def check_chunks(chunks: int, layers: int) -> None:

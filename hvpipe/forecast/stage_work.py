@@ -25,14 +25,20 @@ def names_of(placement: Placement) -> list[str]:
 
 
 def speed_1_seconds(sums: LayerSums, ends: Sequence[int], pipelining: Pipelining) -> list[list[float]]:
-    """Return for each stage the seconds of F, B, I and W on a device of speed 1."""
+    """Return for each stage the seconds of F, B, I and W on a device of speed 1.
+
+    If a stage recomputes and I and W run apart, each runs the forward again. Stage 0 has an empty I.
+    """
     found, start = [], 0
     for stage, end in enumerate(ends):
         forward_s, backward_s, weights_s = (
             of[end] - of[start] for of in (sums.forward_s, sums.backward_s, sums.weights_s)
         )
-        whole_s = backward_s + forward_s if pipelining.recomputes(stage) else backward_s
-        found.append([forward_s, whole_s, max(0.0, whole_s - weights_s), weights_s])
+        again_s = forward_s if pipelining.recomputes(stage) else 0.0
+        whole_s = backward_s + again_s
+        apart_s = again_s if pipelining.schedule == "zb-h1" and stage > 0 and weights_s > 0 else 0.0
+        inputs_s = max(0.0, whole_s - weights_s)
+        found.append([forward_s, whole_s + apart_s, inputs_s, weights_s + apart_s])
         start = end
     return found
 

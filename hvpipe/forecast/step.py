@@ -139,12 +139,7 @@ class StepModel:
         crossings = self.sums.crossings(ends)
         state, received, saved = self.sums.kept_bytes(ends, crossings)
         counts = [len(devices) for devices, _ in placement]
-        if pipelining.chunks > 1:
-            held = pipelining.all_in_flight(counts)
-        else:
-            peaks = schedule.peak_stash([1] * len(ends))
-            held = [sum(peaks[rank] for rank in ranks) for ranks in schedule.ranks_of]
-        waiting = _waiting_bytes(crossings, counts, held, pipelining.microbatches)
+        waiting = _waiting_bytes(crossings, counts, schedule.most_in_flight, pipelining.microbatches)
         again = [pipelining.recomputes(stage) for stage in range(len(ends))]
         kept = [got + (0 if twice else save) for got, save, twice in zip(received, saved, again, strict=True)]
         sizes = []

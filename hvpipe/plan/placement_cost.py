@@ -25,7 +25,7 @@ class StageCost:
     uses it, each time for itself and its gradient.
 
     Args:
-        compute_s: Seconds of forward and backward, with recomputation.
+        compute_s: Seconds of forward and backward, with one recomputation; "zb-h1" may need two.
         receive_s: Seconds to receive tensors and to send back their gradients.
         send_s: Seconds to send tensors and to receive their gradients.
         receive_bytes: Bytes of the tensors received, without gradients.

@@ -119,8 +119,8 @@ class Plan:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that each device needs for all of its stages, in the order of the ranks.
 
-        With chunks this is more than is needed, because they do not all hold the most at the same time:
-        `forecast` has the memory of the schedule.
+        With chunks this is an estimate: each counts as many micro-batches in flight as the mean of its
+        device's stages. `forecast` has the memory of the schedule.
         """
         return {
             name: sum(stage.cost.memory_bytes for stage in self.stages if name in stage.devices)

@@ -112,6 +112,16 @@ class CodedSchedule:
                 found.append(max(accumulate(map(change.__getitem__, jobs))))
         return found
 
+    @cached_property
+    def most_in_flight(self) -> tuple[int, ...]:
+        """For each stage the most micro-batches that its ranks hold, each at its fullest."""
+        found = [0] * self.stages
+        for jobs, of, peak in zip(self.jobs, self.jobs_of, self._peaks, strict=True):
+            for stage in {job >> 2 for job in of}:
+                mine = (_CHANGE[job & 3] for job in jobs if job >> 2 == stage)
+                found[stage] += peak or max(accumulate(mine))
+        return tuple(found)
+
     def actions_of(self, rank: int) -> Iterator[Action]:
         """Yield the actions of a rank, in order."""
         first_w = 2 * len(self.home)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -278,7 +279,8 @@ def _no_hybrid(profile: Profile, cluster: Cluster, choice: PipeliningChoice, sta
         return "A stage with replicas needs a schedule without chunks."
     if choice.microbatches < 2:
         return "Each replica of a stage should get a micro-batch. Received: microbatches=1"
-    if len(cluster.devices) > (stages or 2) and len(profile.layers) > 1:
+    limited = any(math.isfinite(device.room_bytes) for device in cluster.devices)
+    if limited and len(cluster.devices) > (stages or 2) and len(profile.layers) > 1:
         return "lacks memory for stages on several devices"
     return "no way found to give a stage several devices"
 

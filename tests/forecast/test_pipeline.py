@@ -135,6 +135,24 @@ def test_tensors_that_skip_stages_wait(pipelining: Pipelining, sizes_bytes: tupl
         assert fits_memory(profile, cluster, plan.placement(profile), pipelining) == fits
 
 
+def test_tensors_that_skip_stages_wait_for_each_chunk_of_an_interleaved_schedule() -> None:
+    """Stage 0 holds up to 4 micro-batches and stage 3 holds 1: beside that one, 3 tensors wait there.
+
+    Regression: both counted the mean of their device's stages, 3 and 2.
+    """
+    tensors = OutputTensor(0, ("b",)), OutputTensor(100, ("d",), 0)
+    layers = [LayerCost("a", 1, 2, output_bytes=100, tensors=tensors), *(LayerCost(n, 1, 2) for n in "bcd")]
+    profile = Profile.of(layers, [("a", "b"), ("a", "d"), ("b", "c"), ("c", "d")])
+    plan = Plan.of(
+        profile,
+        equal_cluster(2),
+        [((f"h{i % 2}",), [i]) for i in range(4)],
+        Pipelining("interleaved", 8, chunks=2),
+        "",
+    )
+    assert forecast(plan, profile, equal_cluster(2)).memory_bytes == (0, 400)
+
+
 def test_one_stage_alone_can_recompute() -> None:
     """gpipe with F = 1, B = 2 and 3 micro-batches; each layer saves 10 bytes, b also receives 1."""
     layers = [LayerCost(name, 1, 2, output_bytes=1, saved_bytes=10) for name in "ab"]
@@ -150,6 +168,21 @@ def test_one_stage_alone_can_recompute() -> None:
     assert found["(0,)"] == ((12, 9), (10, 33))
     assert found["(1,)"] == ((9, 12), (30, 13))
     assert found["(0, 1)"] == found["True"] == ((12, 12), (10, 13))
+
+
+def test_each_part_of_a_backward_recomputes_the_forward() -> None:
+    """F = 1, I = 1, W = 1: with recomputation I = 2, and W = 2 too where it has an I before and weights.
+
+    Regression: only I was forecast to take longer, so zb-h1 seemed to win.
+    """
+    frozen = LayerCost("c", 1, 1, weight_share=0)
+    profile = Profile.of([LayerCost(name, 1, 2) for name in "ab"] + [frozen], [("a", "b"), ("b", "c")])
+    cluster = equal_cluster(3)
+    plan = partition(profile, cluster, 3, Pipelining("zb-h1", 4, recompute=True))
+    one = forecast(plan, profile, cluster)
+    assert one.busy_s == (4 * 4, 4 * 5, 4 * 3)
+    simulated = simulate(schedule_of(plan), costs_of(plan, profile, cluster), dataflow_of(plan, profile))
+    assert simulated.makespan_s == pytest.approx(one.step_s)
 
 
 def test_balancing_counts_the_recomputed_forward() -> None:

@@ -249,6 +249,8 @@ def test_the_reason_for_no_hybrid_is_given() -> None:
     """Regression: the message always said that no stage could get several devices, whatever the reason."""
     profile, cluster = chain(3, 3, weight_bytes=10), equal_cluster(4, memory_bytes=19)
     assert candidate("hybrid", profile, cluster, FOUR).refused == "lacks memory for stages on several devices"
+    found = candidate("hybrid", chain(3, 3), equal_cluster(4), FOUR, 1)  # no device has a limit
+    assert found.refused == "no way found to give a stage several devices"
     one = replace(FOUR, microbatches=1)
     refused = candidate("hybrid", profile, equal_cluster(4), one).refused
     assert refused == "Each replica of a stage should get a micro-batch. Received: microbatches=1"

@@ -102,7 +102,7 @@ def pipeline_parallel(
             or the numbers of some stages. Default: none; with a `cluster`, the stages that lack memory
             otherwise.
         profile: The costs of the layers, or the path of the file from `hvpipe profile`. Default: rough costs
-            from the layers' shapes.
+            from the layers' shapes, with micro-batches of one sample.
         cluster: The devices and links, or the path of a file. Default: equal devices.
         verify_every: After every so many steps, compare a checksum of what several ranks hold: the weights
             and slots of replicas and of layers that stages share. None: HVPIPE_VERIFY, or never.

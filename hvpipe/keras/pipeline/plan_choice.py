@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import numbers
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,6 +129,12 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
             "Replicas on a given cluster need the planner: pass the plan of `hvpipe plan --mode hybrid`, or "
             f"leave them out. Received: replicas={replicas} and a cluster"
         )
+    limited = any(device.memory_bytes is not None for device in cluster.devices)
+    if given is None and limited and session.world.rank == 0:
+        logger.warning(
+            "hvpipe: without a profile, the plan counts the memory of micro-batches of one sample: pass the "
+            "profile that `hvpipe profile` writes."
+        )
     # Before the search, which may take a minute. The plan will have all devices.
     _ranks_by_name(session, [device.name for device in cluster.devices], "cluster")
     plan = _searched(session, profile, cluster, options, None if stages == "auto" else count)
@@ -142,13 +148,9 @@ def fitted(options: PipelineOptions, world: World) -> PipelineOptions:
     if plan is not None and len(plan.ranks) != size:
         how = plan.pipelining
         stages, replicas = len(plan.stages) // how.chunks, None
-        options = replace(
-            options,
-            microbatches=how.microbatches,
-            schedule=how.schedule,
-            chunks=how.chunks,
-            recompute=how.recompute,
-        )
+        options = replace(options, microbatches=how.microbatches)
+        if options.cluster is None:  # with a cluster, the planner chooses the rest again
+            options = replace(options, schedule=how.schedule, chunks=how.chunks, recompute=how.recompute)
     elif replicas is not None and sum(replicas) != size:
         stages, replicas = len(replicas), None
     elif not isinstance(stages, int) or (stages <= size and size % stages == 0) or replicas is not None:
@@ -159,9 +161,11 @@ def fitted(options: PipelineOptions, world: World) -> PipelineOptions:
             "hvpipe: the pipeline is planned anew for %d ranks, with %d stages. It was made for other ranks.",
             *(size, count),
         )
-    if options.cluster is not None:
-        return replace(options, stages="auto", replicas=None)
     # Stages of another cut have other numbers.
+    if options.cluster is not None:
+        named = isinstance(options.checked_recompute, tuple)
+        recompute = None if named else options.recompute
+        return replace(options, stages="auto", replicas=None, recompute=recompute)
     recompute = options.recompute if count == stages else options.recompute not in (None, False)
     spread = tuple(size // count + (stage < size % count) for stage in range(count))
     return replace(options, stages=count, replicas=spread, recompute=recompute)
@@ -383,9 +387,19 @@ def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:
 def _ranks_by_name(session: Session, devices: Sequence[str], of: str = "plan") -> list[int]:
     """Return the world rank of each device; collective.
 
-    A device is named HOST:LOCAL_RANK (as by `hvpipe profile`), HOST if it has one rank, or rank3.
+    A device is named HOST:LOCAL_RANK (as by `hvpipe profile`), HOST if it has one rank, or rank3. A plan may
+    leave devices of a host idle. Its other devices then go to the host's ranks in their order.
     """
     world, table = session.world, _rank_names(session)
+    renumbered = _in_order(devices, table)
+    if len(renumbered) == world.size and renumbered.keys() - table.keys():
+        if world.rank == 0:
+            logger.warning(
+                "hvpipe: the %s leaves devices idle, so each host's ranks take its other devices in order: "
+                "%s. With GPUs, CUDA_VISIBLE_DEVICES should name those of the %s.",
+                *(of, ", ".join(f"{name} is rank {rank}" for name, rank in renumbered.items()), of),
+            )
+        table |= renumbered
     lacking = [device for device in devices if device not in table]
     here = ", ".join(name for name in table if ":" in name)
     if lacking:
@@ -400,6 +414,21 @@ def _ranks_by_name(session: Session, devices: Sequence[str], of: str = "plan") -
             f"Received: {world.size} ranks ({here}), devices={list(devices)}"
         )
     return [table[device] for device in devices]
+
+
+def _in_order(devices: Sequence[str], table: Mapping[str, int]) -> dict[str, int]:
+    """Return the ranks of devices named HOST:NUMBER, if the devices of a host are numbered from 0 again."""
+    of_host: dict[str, list[tuple[int, str]]] = {}
+    for device in devices:
+        host, _, number = device.rpartition(":")
+        if number.isdecimal():
+            of_host.setdefault(host, []).append((int(number), device))
+    found = {
+        device: table.get(f"{host}:{place}")
+        for host, named in of_host.items()
+        for place, (_, device) in enumerate(sorted(named))
+    }
+    return {device: rank for device, rank in found.items() if rank is not None}
 
 
 def _rank_names(session: Session) -> dict[str, int]:

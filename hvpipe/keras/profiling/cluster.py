@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations
 
 import tensorflow as tf
 
 from hvpipe.comm.link_probe import measure_links
-from hvpipe.keras.gpu import processor
+from hvpipe.keras.gpu import processor, reduces_on_gpu
 from hvpipe.keras.profiling.action_time import measure_action_s
 from hvpipe.monitor.nvml import list_gpus
 from hvpipe.monitor.process_limits import usable_bytes
 from hvpipe.monitor.visible_gpus import memory_of, uuid_of_rank
 from hvpipe.session import Session, current
-from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.cluster import Cluster, Link
 from hvpipe.specs.cluster_fit import RankFacts, measured_cluster, profile_of_kinds
 from hvpipe.specs.profile import Profile
 
 logger = logging.getLogger("hvpipe")
+
+_MOST_MEASURED = 16
+"""With more ranks than this, links are not measured between all of them."""
+
+_GPU_TENTHS, _GPU_LESS_BYTES = 9, 500_000_000
+"""What ranks may take of a GPU: so many tenths, as memory is fragmented, less each rank's CUDA and NCCL."""
 
 
 def measure_cluster(profile: Profile) -> Cluster:
@@ -54,8 +61,9 @@ def measure_ranks(profile: Profile) -> tuple[Profile, Cluster]:
     Devices are named HOST:LOCAL_RANK. The total times of the profiles give their speeds; rank 0 has speed 1.
     A device's memory is the bytes that its process may still take: the memory of the host or its control
     group, shared equally among the host's ranks, or the limit of `ulimit`. If TensorFlow uses a GPU, it is
-    that GPU's memory, shared equally among its ranks. Links are measured while all ranks compute. A pipeline
-    of tiny layers gives `action_s`.
+    an equal share of nine tenths of that GPU's memory, less 0.5 GB for CUDA and NCCL. Links are measured
+    while all ranks compute, in host memory, also where NCCL sends between GPUs. With more than 16 ranks, one
+    link is measured for each two hosts, and one inside each. A pipeline of tiny layers gives `action_s`.
 
     Args:
         profile: The profile that `measure` returned on this rank. All ranks measure the same model and batch.
@@ -83,8 +91,29 @@ def measure_ranks(profile: Profile) -> tuple[Profile, Cluster]:
     session.agree_patiently("measure_ranks (a rank may still measure)")
     mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(session), processor())
     ranks = session.engine.allgather_object(mine)
-    links = measure_links(session.engine, computing=_computing())
-    return profile_of_kinds(ranks), measured_cluster(ranks, links, measure_action_s(session))
+    links = _links(session, [facts.host for facts in ranks])
+    action_s = measure_action_s(session)
+    if reduces_on_gpu(session) and world.rank == 0:
+        logger.warning(
+            "hvpipe: links were measured in the memory of the hosts. Training sends between GPUs by NCCL, "
+            "which may be faster: then write the links' latency and bandwidth into the cluster's file."
+        )
+    return profile_of_kinds(ranks), measured_cluster(ranks, links, action_s)
+
+
+def _links(session: Session, hosts: Sequence[str]) -> dict[tuple[int, int], Link]:
+    """Return the link of each pair of ranks, which are on these hosts; collective.
+
+    A pair takes some 0.2 s at 10 Gb/s. With many ranks, one pair is measured for each two hosts or one host.
+    """
+    if len(hosts) <= _MOST_MEASURED:
+        return measure_links(session.engine, computing=_computing())
+    alike: dict[frozenset[str], list[tuple[int, int]]] = {}
+    for a, b in combinations(range(len(hosts)), 2):
+        alike.setdefault(frozenset((hosts[a], hosts[b])), []).append((a, b))
+    first = [pairs[0] for pairs in alike.values()]
+    found = measure_links(session.engine, pairs=first, computing=_computing())
+    return {pair: found[pairs[0]] for pairs in alike.values() for pair in pairs}
 
 
 def _computing() -> Callable[[], object]:
@@ -116,4 +145,4 @@ def _memory_bytes(session: Session) -> int | None:
             world.rank,
         )
         return None
-    return whole_bytes // sharing
+    return max(0, whole_bytes * _GPU_TENTHS // 10 // sharing - _GPU_LESS_BYTES)

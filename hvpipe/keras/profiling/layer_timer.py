@@ -58,7 +58,7 @@ class LayerTimer:
         return replace(
             cost,
             name=call.name,
-            weights_of=self._owner(index) if cost.weight_bytes else None,
+            weights_of=self._owner(index) if cost.weight_bytes or cost.slot_bytes else None,
             **self._sent(index, outputs),
         )
 

@@ -155,6 +155,14 @@ def test_a_cluster_of_other_devices_is_refused_before_the_search(monkeypatch: py
         hk.pipeline_parallel(mlp, cluster=Cluster(hosts))
 
 
+def test_a_cluster_with_too_little_memory_and_no_profile_warns(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: memory was checked for micro-batches of one sample, and nothing said so."""
+    hosts = tuple(Host(f"x{n}", (Device(f"rank{n}", memory_bytes=1),)) for n in range(hvpipe.size()))
+    with pytest.raises(HvpipeError, match="memory of every device"):
+        hk.pipeline_parallel(mlp, cluster=Cluster(hosts))
+    assert ("memory of micro-batches of one sample" in caplog.text) == (hvpipe.rank() == 0)
+
+
 def test_a_stages_text_that_names_no_file_is_told_what_stages_may_be() -> None:
     with pytest.raises(HvpipeError, match=r"stages should be 'auto', a plan .* Received: 'two', no file"):
         hk.pipeline_parallel(mlp, stages="two")

@@ -90,10 +90,13 @@ def test_a_measured_cluster_has_all_ranks_and_can_be_planned() -> None:
 
 
 def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Ranks 0 and 2 share GPU 1, whose memory differs from the others'; rank 1 has a slice of GPU 0."""
+    """Ranks 0 and 2 share GPU 1, whose memory differs from the others'; rank 1 has a slice of GPU 0.
+
+    Each may take nine tenths of its share, less 0.5 GB. Regression: it was the whole share.
+    """
     gpus = [
-        GpuInfo("GPU-a", "made up", 8000, (MigDevice("MIG-a", 1, 0, 3000),)),
-        GpuInfo("GPU-b", "made up", 6000),
+        GpuInfo("GPU-a", "made up", 8 * 10**9, (MigDevice("MIG-a", 1, 0, 3 * 10**9),)),
+        GpuInfo("GPU-b", "made up", 6 * 10**9),
         GpuInfo("GPU-c", "made up", 99),
     ]
     monkeypatch.setattr("hvpipe.keras.profiling.cluster.list_gpus", lambda: gpus)
@@ -108,10 +111,28 @@ def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, caplog
         )
         return cluster_module._memory_bytes(session)
 
-    assert [memory_of_rank(rank) for rank in range(3)] == [3000, 3000, 3000]
+    assert [memory_of_rank(rank) for rank in range(3)] == [2_200_000_000] * 3
     gpus.clear()
     assert memory_of_rank(1) is None
     assert "memory of rank 1's GPU is unknown" in caplog.text
+
+
+def test_with_many_ranks_one_link_is_measured_between_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: 256 ranks measured 32,640 pairs one after the other, for hours."""
+    asked = []
+
+    def measured(engine: Any, pairs: Any = None, computing: Any = None) -> dict[Any, Any]:
+        asked.append(pairs)
+        return {pair: f"link {pair}" for pair in pairs or ()}
+
+    monkeypatch.setattr(cluster_module, "measure_links", measured)
+    hosts = ["a", "a", "b", *"a" * 14]
+    links: Any = cluster_module._links(current(), hosts)
+    assert asked == [[(0, 1), (0, 2)]]
+    assert len(links) == 17 * 16 // 2
+    assert {links[0, 2], links[2, 9]} == {"link (0, 2)"}
+    cluster_module._links(current(), hosts[1:])
+    assert asked[1] is None
 
 
 def own_profile() -> Profile:
@@ -141,10 +162,14 @@ def test_ranks_with_different_measurements_make_the_same_plan(in_files: bool, tm
     assert np.isfinite(pipe.train_on_batch(*batches(mlp, 8))).all()
 
 
-def test_a_profile_has_the_times_of_each_kind_of_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has one kind, all others another."""
+def test_a_profile_has_the_times_of_each_kind_of_processor(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 has one kind, all others another. If they are GPUs, a warning tells how links were measured."""
     monkeypatch.setattr(cluster_module, "processor", lambda: f"made up {min(hvpipe.rank(), 1)}")
+    monkeypatch.setattr(cluster_module, "reduces_on_gpu", lambda session: True)
     profile, cluster = hk.measure_ranks(own_profile())
+    assert ("links were measured in the memory of the hosts" in caplog.text) == (hvpipe.rank() == 0)
     assert all(found == (profile, cluster) for found in hvpipe.allgather_object((profile, cluster)))
     assert (cluster.action_s > 0) == (hvpipe.size() > 1)
     types = {device.name: device.type for device in cluster.devices}

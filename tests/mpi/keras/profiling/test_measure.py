@@ -354,6 +354,15 @@ def test_frozen_weights_take_memory_without_gradients_and_slots() -> None:
     assert across.state_bytes == across.slot_bytes
 
 
+def test_frozen_weights_of_several_calls_count_once() -> None:
+    """Regression: each call had its own, so a stage with several of them needed too much memory."""
+    dense = keras.layers.Dense(8, trainable=False)
+    x = keras.Input((8,))
+    profile = hk.measure(keras.Model(x, dense(dense(x))), batch_of((2, 8)), repeats=1)
+    assert [layer.weights_of for layer in profile.layers] == [None, profile.layers[0].name]
+    assert sum(layer.state_bytes for layer in profile.once([0, 1])) == 4 * (8 * 8 + 8)
+
+
 def test_a_profile_can_be_saved_read_and_planned(tmp_path: Path) -> None:
     profile = hk.measure(perceptron, batch_of((3, 6)), repeats=1)
     profile.write(tmp_path / "profile.json")
