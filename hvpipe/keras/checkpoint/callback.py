@@ -38,8 +38,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Raises:
         HvpipeError: For other arguments. In `fit`: if the model is not one of `data_parallel` or
-            `pipeline_parallel`, the folder cannot be written, its checkpoints are all damaged, or are of
-            another model.
+            `pipeline_parallel`, `fit` has another Checkpoint, the folder cannot be written, its checkpoints
+            are all damaged, or are of another model.
 
     Example:
         ```python
@@ -63,12 +63,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         callbacks = training_state(self.model).fit_call.callbacks
-        folders = [str(c.at_epoch_ends.folder) for c in callbacks if isinstance(c, Checkpoint)]
-        if len(folders) > 1:
-            raise HvpipeError(
-                "fit should get one hvpipe.keras.Checkpoint: each would resume the training. For more files, "
-                f"use keras.callbacks.ModelCheckpoint. Received: one each for {', '.join(folders)}"
-            )
+        _check_alone(callbacks)
         others = [c for c in callbacks if not isinstance(c, (Checkpoint, _AtEpochEnds))]
         self._running.fit = CheckpointedFit(self._options, self.model, others)
         self._running.fit.begin(self.params)
@@ -88,6 +83,15 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         assert self._running.fit is not None
         self._running.fit.leave_steps()
+
+
+def _check_alone(callbacks: Iterable[Any]) -> None:
+    folders = [str(c.at_epoch_ends.folder) for c in callbacks if isinstance(c, Checkpoint)]
+    if len(folders) > 1:
+        raise HvpipeError(
+            "fit should get one hvpipe.keras.Checkpoint: each would resume the training. For more files, "
+            f"use keras.callbacks.ModelCheckpoint. Received: one each for {', '.join(folders)}"
+        )
 
 
 class _Running:
