@@ -147,25 +147,27 @@ def check_folder(folder: Path) -> None:
         ) from error
 
 
-def claim(folder: Path) -> bool:
-    """Lock a folder until this process ends. Return False if another process has locked it.
+def claim(folder: Path) -> str:
+    """Lock a folder until this process ends.
 
-    A file system without locks returns True.
+    Returns:
+        "locked"; "held" if this process has locked it before; "taken" if another process has; or "unknown" if
+        there are no locks here.
     """
     lock = folder.resolve() / ".lock"
     if lock in _locks and os.fstat(_locks[lock]).st_nlink > 0:  # the folder may have been made anew
-        return True
+        return "held"
     try:
         file = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:
-        return True
+        return "unknown"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(file)
-        return not isinstance(error, BlockingIOError)
+        return "taken" if isinstance(error, BlockingIOError) else "unknown"
     _locks[lock] = file
-    return True
+    return "locked"
 
 
 def _forget_locks() -> None:

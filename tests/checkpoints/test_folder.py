@@ -211,10 +211,9 @@ def test_two_processes_in_one_folder(tmp_path: Path) -> None:
         command = [sys.executable, "-c", code, str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    assert another() == "True\n"  # and its lock has ended with it
-    assert folders.claim(tmp_path)
-    assert folders.claim(tmp_path)
-    assert another() == "False\n"
+    assert another() == "locked\n"  # and its lock has ended with it
+    assert [folders.claim(tmp_path), folders.claim(tmp_path)] == ["locked", "held"]
+    assert another() == "taken\n"
 
 
 def test_an_error_of_any_kind_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,10 +88,10 @@ class CheckpointedFit:
     def begin(self, params: Mapping[str, Any]) -> None:
         """Find the checkpoint to resume from; collective. `params` are those of the callback."""
         session, options, world = self._session, self._options, self._session.world
-        alone = self._check_folder()
+        newly_locked = self._check_folder()
         run = session.engine.broadcast_object(secrets.token_hex(3))
         found = newest_usable(options.folder, _Agreement(session))
-        if alone:  # what a killed job was writing takes room that the next checkpoint may need
+        if newly_locked:  # what a killed job was writing takes room that the next checkpoint may need
             folders.abandon(options.folder, [left.name for left in folders.incomplete(options.folder)])
         if found is not None:
             self._resume = Resume(*found, self._state, self._others, self._model)
@@ -128,6 +128,8 @@ class CheckpointedFit:
         """Write as one of the ranks that there are now. What lost ranks were writing stays incomplete."""
         session, options, world = self._session, self._options, self._session.world
         self._world = world
+        if world.rank == 0:
+            folders.claim(options.folder)  # also if the rank that had locked it was lost
         if gives_up is None:
             # A pipeline that loses ranks completes what is under way, with the parts of those that are left.
             gives_up = self._loses if self._state.shares_data else lambda: False
@@ -256,24 +258,24 @@ class CheckpointedFit:
     def _check_folder(self) -> bool:
         """Raise HvpipeError, on all ranks, unless all ranks see the same folder and can write to it.
 
-        Return, on rank 0, whether no other job writes there.
+        Return, on rank 0, whether this process has locked it now, so nobody writes there.
         """
         session, folder = self._session, self._options.folder
         probe = f".seen-{session.engine.broadcast_object(secrets.token_hex(6))}"
 
         def make() -> bool:
-            alone = False
+            claimed = ""
             if session.world.rank == 0:
                 folders.check_folder(folder)
-                alone = folders.claim(folder)
-                if not alone:
+                claimed = folders.claim(folder)
+                if claimed == "taken":
                     logger.warning(
                         "hvpipe: another job writes checkpoints to %s. Each would go on from the other's: "
                         "end one of them, or give it a folder of its own.",
                         folder,
                     )
                 (folder / probe).touch()
-            return alone
+            return claimed == "locked"
 
         def see() -> None:
             deadline_s = time.monotonic() + 10.0  # NFS shows new files after some seconds
@@ -291,14 +293,14 @@ class CheckpointedFit:
             mine.unlink()
 
         what = f"opening the checkpoints in {folder}"
-        alone = on_all_ranks(session, what, make)
+        newly_locked = on_all_ranks(session, what, make)
         try:
             on_all_ranks(session, what, see)
         finally:
             if session.world.rank == 0:
                 with contextlib.suppress(OSError):
                     (folder / probe).unlink()
-        return alone
+        return newly_locked
 
     def _announce(self, place: Path, position: Position) -> None:
         if self._session.world.rank == 0:

@@ -117,7 +117,7 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
     size = session.world.size
     count, replicas = _stage_counts(stages, options.replicas, size)
     given, cluster = _read_on_rank_0(session, options)
-    if cluster is not None and session.settings.elastic:
+    if cluster is not None and session.settings.elastic and len(cluster.devices) != session.world.size:
         cluster = cluster.only(_rank_names(session))
     if cluster is None or stages != "auto":
         _check_counts(graph, count, options.pipelining)
@@ -392,7 +392,7 @@ def _ranks_by_name(session: Session, devices: Sequence[str], of: str = "plan") -
     """
     world, table = session.world, _rank_names(session)
     renumbered = _in_order(devices, table)
-    if len(renumbered) == world.size and renumbered.keys() - table.keys():
+    if len(renumbered) == len(devices) == world.size and renumbered.keys() - table.keys():
         if world.rank == 0:
             logger.warning(
                 "hvpipe: the %s leaves devices idle, so each host's ranks take its other devices in order: "
