@@ -93,12 +93,16 @@ def measure_ranks(profile: Profile) -> tuple[Profile, Cluster]:
     ranks = session.engine.allgather_object(mine)
     links = _links(session, [facts.host for facts in ranks])
     action_s = measure_action_s(session)
-    if world.size > 1 and reduces_on_gpu(session) and session.engine.messages_by_nccl and world.rank == 0:
+    if _sends_by_nccl(session) and world.rank == 0:
         logger.warning(
             "hvpipe: links were measured in the memory of the hosts. Training sends between GPUs by NCCL, "
             "which may be faster: then write the links' latency and bandwidth into the cluster's file."
         )
     return profile_of_kinds(ranks), measured_cluster(ranks, links, action_s)
+
+
+def _sends_by_nccl(session: Session) -> bool:
+    return session.world.size > 1 and reduces_on_gpu(session) and session.engine.messages_by_nccl
 
 
 def _links(session: Session, hosts: Sequence[str]) -> dict[tuple[int, int], Link]:

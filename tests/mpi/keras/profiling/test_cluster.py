@@ -167,7 +167,7 @@ def test_a_profile_has_the_times_of_each_kind_of_processor(
 ) -> None:
     """Rank 0 has one kind, all others another. If they are GPUs, a warning tells how links were measured."""
     monkeypatch.setattr(cluster_module, "processor", lambda: f"made up {min(hvpipe.rank(), 1)}")
-    monkeypatch.setattr(cluster_module, "reduces_on_gpu", lambda session: True)
+    monkeypatch.setattr(cluster_module, "_sends_by_nccl", lambda session: True)
     profile, cluster = hk.measure_ranks(own_profile())
     assert ("links were measured in the memory of the hosts" in caplog.text) == (hvpipe.rank() == 0)
     assert all(found == (profile, cluster) for found in hvpipe.allgather_object((profile, cluster)))
