@@ -101,6 +101,11 @@ def driver_rows(output: str, ended: str) -> list[Row]:
     return rows
 
 
+def limits(wait_s: float) -> dict[str, str]:
+    """Return the settings of the longest wait for another rank, from the first step on."""
+    return dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_FIRST_STEP_TIMEOUT"), str(wait_s))
+
+
 def run(
     ranks: int,
     settings: dict[str, str],
@@ -118,8 +123,7 @@ def run(
         command = [*under, sys.executable, "-m", "hvpipe", "run", "--no-summary", "-np", str(ranks), "-m"]
         command += [WORKER, str(rows), what]
         # A rank that waits for another one says so itself before it is ended.
-        waits = dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_FIRST_STEP_TIMEOUT"), str(max(30.0, timeout_s / 3)))
-        waits |= {**CACHE, **os.environ, **settings}
+        waits = {**limits(max(30.0, timeout_s / 3)), **CACHE, **os.environ, **settings}
         try:
             # `hvpipe run` ends its ranks within 5 s.
             done = processes.run(
@@ -150,8 +154,7 @@ def runs(devices: int, version: int, size: str) -> list[tuple[int, dict[str, str
     found.append((2, shared, size))
     if devices == 1 or devices >= 4:
         found.append((4, {**shared, "HVPIPE_RANKS_PER_HOST": "2", "HVPIPE_NCCL_SPAN": "host"}, size))
-    soon = dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_FIRST_STEP_TIMEOUT"), str(HANGS_S))
-    return [*found, (2, shared, "leave"), (2, {**shared, **soon}, "hang")]
+    return [*found, (2, shared, "leave"), (2, {**shared, **limits(HANGS_S)}, "hang")]
 
 
 @contextlib.contextmanager

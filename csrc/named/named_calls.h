@@ -61,7 +61,7 @@ class NamedCalls : public std::enable_shared_from_this<NamedCalls> {
   int local_rank = 0, local_size = 1;
   // The ranks of a process set, in ascending order; empty if there is no such set.
   std::vector<int> RanksOf(int set) const;
-  // The process set of these ranks, which are in ascending order; -1 if there is none.
+  // The number of the process set that has these ranks (ascending); -1 if no set has.
   int SetOf(const std::vector<int>& ranks) const;
 
  private:
