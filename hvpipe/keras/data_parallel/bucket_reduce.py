@@ -157,12 +157,14 @@ class BucketReducer:
             # TensorFlow reads a variable at once. A sum it would queue behind the forward.
             announced = self.step.read_value()
             self.step.assign_add(1)
-            return library().hvpipe_begin_step(
+            share = library().hvpipe_begin_step(
                 samples=samples,
                 announced=announced,
                 reduces=tf.convert_to_tensor(reduces),
                 plan=self._plan_id,
             )
+        note_collected(share)  # "step" and "stale" collect what they submit in the next step only
+        return share
 
     def as_submitted(self, gradients: Sequence[Any]) -> list[Any]:
         """Return gradients as `submit` takes them: dense, or IndexedSlices of a table that sends its rows."""
@@ -328,7 +330,7 @@ def one_sample(gradients: Sequence[Any]) -> Any:
 # --- Several reductions in one graph -------------------------------------------------------------------
 
 # All ranks must reduce in the same order if one graph reduces several times (two optimizers, two calls). So
-# each announcement waits for everything that was collected before it.
+# each announcement waits for the announcements before it, and for everything that was collected before it.
 _COLLECTED = "hvpipe_collected"
 
 

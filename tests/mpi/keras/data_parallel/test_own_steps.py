@@ -154,6 +154,21 @@ def test_another_optimizer_may_be_a_distributed_one() -> None:
     assert_same_on_all_ranks(state_of(model))
 
 
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_another_optimizer_may_follow_the_compiled_one(overlap: str) -> None:
+    """Regression: nothing ordered their announcements, so the ranks soon disagreed about what came next."""
+
+    class TwoParts(OwnStep):
+        def update(self, gradients: Any) -> None:
+            self.optimizer.apply(gradients[:2], self.trainable_variables[:2])
+            self.other.apply(gradients[2:], self.trainable_variables[2:])
+
+    model = compiled(TwoParts)
+    model.other = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    fit(parallel(model, overlap), my_batches(STEPS), epochs=8)
+    assert_same_on_all_ranks(state_of(model))
+
+
 class TrainsItsHead(OwnStep):
     def train_step(self, data: Any) -> Any:
         x, y = data
