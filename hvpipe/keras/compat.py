@@ -1,8 +1,7 @@
 """Everything in Keras that is not public: only this file imports `keras.src` or touches private attributes.
 
 Each entry says what it reads, and what in hvpipe needs it and breaks if Keras drops it. All of them are in
-Keras 3.12.4 and 3.15.1, the oldest and the newest version that hvpipe is tested with; an entry that differs
-says so. Before a newer Keras is allowed, compare its source with this file.
+each Keras from `supported.OLDEST` to `supported.NEWEST`. `missing_members` finds what another Keras lacks.
 
 Subclasses of Keras classes override private members that a function cannot wrap:
   - `Model._symbolic_build`, `Model._maybe_symbolic_build` in pipeline/model.py: its models are built already;
@@ -17,6 +16,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import keras
@@ -26,9 +26,11 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.models.functional import Functional
 from keras.src.ops.core import Cast
 from keras.src.ops.symbolic_arguments import SymbolicArguments
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random import seed_generator
+from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving.serialization_lib import SerializableDict
-from keras.src.trainers.compile_utils import CompileLoss
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils.naming import to_snake_case
 
 # What the names from `keras.src` are, and what needs them:
@@ -36,9 +38,9 @@ from keras.src.utils.naming import to_snake_case
 #   get_keras_mask, set_keras_mask  the mask on a tensor; masked layers and losses in pipelines
 #   Functional           the class of functional models; cutting a model into stages
 #   Cast, SymbolicArguments  a call to insert into a graph; nested models of another dtype in pipelines
-#   global_seed_generator, GLOBAL_SEED_GENERATOR  the generator of `keras.random` without a seed; resuming
+#   global_seed_generator  the generator of `keras.random` without a seed; resuming
 #   SerializableDict     the compile configuration in a saved file; saving a pipeline as a plain model
-#   CompileLoss          compiled losses; the losses of micro-batches
+#   CompileLoss, CompileMetrics  what `compile` makes; losses of micro-batches, metrics of pipelines
 #   to_snake_case        Keras' default names; names of layers that are equal on all ranks
 __all__ = ["Cast", "CompileLoss", "Functional", "SerializableDict", "SymbolicArguments"]
 __all__ += ["compute_output_spec", "get_keras_mask", "global_seed_generator", "set_keras_mask"]
@@ -46,11 +48,65 @@ __all__ += ["SWAPPED", "to_snake_case"]
 
 SWAPPED = "_ema_weights_in_model"  # what SwapEMAWeights remembers; resuming
 _CACHED = "_use_cached_eval_dataset"  # `Trainer.fit` passes it to `evaluate`; validation data after a loss
+# Where Keras keeps the generator of `keras.random`; resuming. Keras 3.12 has no name for it.
+_GLOBAL_SEEDS = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
+
+# The members of Keras' classes that hvpipe reads, calls or overrides. A test compares them with this file.
+_MEMBERS: dict[Any, tuple[str, ...]] = {
+    keras.Layer: (
+        *("_assert_input_compatibility", "_flatten_layers", "_losses", "_non_trainable_variables"),
+        *("_seed_generators", "_trainable_variables", "_call_context_args"),
+    ),
+    keras.layers.BatchNormalization: ("_moments",),
+    keras.Model: (
+        *("_assert_compile_called", "_compile_config", "_compile_loss", "_compile_metrics", "_compute_loss"),
+        *("_flatten_metrics_in_order", "_get_metrics_result_or_logs", "_initial_epoch"),
+        *("_maybe_symbolic_build", "_symbolic_build", _CACHED),
+    ),
+    keras.Sequential: ("_functional",),
+    Functional: ("_inputs_struct", "_nodes_by_depth", "_outputs_struct", "_standardize_inputs"),
+    CompileLoss: ("_flat_losses", "_metrics", "_user_loss", "_user_loss_weights"),
+    CompileMetrics: (
+        *("_flat_metrics", "_flat_weighted_metrics", "_user_metrics", "_user_weighted_metrics"),
+    ),
+    EpochIterator: ("_enumerate_iterator",),
+    keras.callbacks.CallbackList: ("_configure_async_dispatch",),
+    keras.callbacks.SwapEMAWeights: ("_swap_variables", SWAPPED),
+    keras.Variable: ("_deferred_initialize", "_initialize", "_initializer", "_path", "_value"),
+    keras.optimizers.Optimizer: (
+        *("_accumulated_gradients", "_apply_weight_decay", "_backend_apply_gradients"),
+        *("_backend_update_step", "_check_variables_are_known", "_clip_gradients", "_filter_empty_gradients"),
+        *("_get_variable_index", "_iterations", "_learning_rate", "_trainable_variables", "_variables"),
+        *("_overwrite_variables_directly_with_gradients", "apply"),
+    ),
+}
+
+
+def missing_members() -> list[str]:
+    """Return the members of Keras' classes that hvpipe needs and this Keras lacks.
+
+    An attribute that only instances have counts as present if a method of the class mentions it.
+    """
+    return [
+        f"{kind.__name__}.{name}"
+        for kind, names in _MEMBERS.items()
+        for name in names
+        if not hasattr(kind, name) and not any(name in mentioned for mentioned in _names_in_methods(kind))
+    ]
+
+
+def _names_in_methods(kind: type) -> Iterator[tuple[Any, ...]]:
+    for base in kind.__mro__:
+        for member in vars(base).values():
+            method = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            code = getattr(inspect.unwrap(method), "__code__", None)
+            if isinstance(code, CodeType):
+                yield (*code.co_names, *code.co_consts)
 
 
 def has_global_seed_generator() -> bool:
     """Return whether Keras's generator for `keras.random` without a seed is in use. Resuming."""
-    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
+    return global_state.get_global_attribute(_GLOBAL_SEEDS) is not None
 
 
 def swap_averages(callback: Any) -> None:
@@ -118,13 +174,11 @@ def own_added_losses(layer: Any) -> list[Any]:
 
 
 def takes_training(operation: Any) -> bool:
-    """Return whether `call` gets `training` (`_call_context_args`, else `_call_has_training_arg`).
+    """Return whether `call` gets `training` (`Layer._call_context_args`, which other operations lack).
 
     Without it, pipeline stages would run layers in the wrong mode.
     """
-    return "training" in getattr(operation, "_call_context_args", ()) or bool(
-        getattr(operation, "_call_has_training_arg", False)
-    )
+    return "training" in getattr(operation, "_call_context_args", ())
 
 
 def build_from_batch(model: Any, batch: Any) -> None:

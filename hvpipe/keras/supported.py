@@ -1,4 +1,4 @@
-"""Checks that the installed Keras is supported: Keras 3 on TensorFlow, `OLDEST` or later."""
+"""Checks that hvpipe works with the installed Keras: Keras 3 on TensorFlow, from `OLDEST` on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 from hvpipe.errors import InitError
 
-OLDEST = (3, 12)
-_WANTED = f"hvpipe.keras needs Keras {OLDEST[0]}.{OLDEST[1]} or later on TensorFlow"
+# hvpipe was tried with these and with those between. A newer one may do, unless it lacks a private name.
+OLDEST = "3.12.0"
+NEWEST = "3.15.1"
+_FROM = OLDEST.removesuffix(".0")
+_WANTED = f"hvpipe.keras needs Keras {_FROM} or later on TensorFlow"
 
 
 def check_installed() -> None:
@@ -17,22 +20,38 @@ def check_installed() -> None:
         import keras
     except ImportError as error:
         raise InitError(
-            f"{_WANTED}: pip install 'keras>={OLDEST[0]}.{OLDEST[1]}', with KERAS_BACKEND (or the backend "
-            f"in ~/.keras/keras.json) unset or tensorflow. Received: {error}"
+            f"{_WANTED}: pip install 'keras>={_FROM}', with KERAS_BACKEND (or the backend in "
+            f"~/.keras/keras.json) unset or tensorflow. Received: {error}"
         ) from error
     check_keras(keras.__version__, keras.backend.backend())
+    try:
+        from hvpipe.keras import compat
+    except (ImportError, AttributeError) as error:
+        raise _lacks(keras.__version__, str(error)) from None
+    if missing := compat.missing_members():
+        raise _lacks(keras.__version__, "no " + ", ".join(missing))
+
+
+def _lacks(version: str, what: str) -> InitError:
+    return InitError(
+        f"hvpipe.keras needs private names of Keras that Keras {version} lacks. hvpipe was tried with Keras "
+        f"{OLDEST} to {NEWEST}: pip install 'keras>={_FROM},<={NEWEST}'. Received: {what}"
+    )
 
 
 def check_keras(version: str, backend: str) -> None:
     """Raise InitError unless hvpipe works with this version of Keras on this backend."""
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if found < OLDEST:
-        raise InitError(f"{_WANTED}: pip install 'keras>={OLDEST[0]}.{OLDEST[1]}'. Received: keras {version}")
+    if _numbers(version) < _numbers(OLDEST):
+        raise InitError(f"{_WANTED}: pip install 'keras>={_FROM}'. Received: keras {version}")
     if backend != "tensorflow":
         raise InitError(
             f"{_WANTED}: export KERAS_BACKEND=tensorflow before Python starts, or set the backend in "
             f"~/.keras/keras.json. Received: the backend {backend!r}"
         )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def of_keras_2(thing: Any) -> bool:
