@@ -24,7 +24,6 @@ from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.models.functional import Functional
-from keras.src.ops.core import Cast
 from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 from keras.src.saving.serialization_lib import SerializableDict
@@ -35,12 +34,12 @@ from keras.src.utils.naming import to_snake_case
 #   compute_output_spec  runs a function on symbols; the first step would be traced twice (initial_state.py)
 #   get_keras_mask, set_keras_mask  the mask on a tensor; masked layers and losses in pipelines
 #   Functional           the class of functional models; cutting a model into stages
-#   Cast, SymbolicArguments  a call to insert into a graph; nested models of another dtype in pipelines
+#   SymbolicArguments    the arguments of a call to insert into a graph; nested models in pipelines
 #   global_seed_generator, GLOBAL_SEED_GENERATOR  the generator of `keras.random` without a seed; resuming
 #   SerializableDict     the compile configuration in a saved file; saving a pipeline as a plain model
 #   CompileLoss          compiled losses; the losses of micro-batches
 #   to_snake_case        Keras' default names; names of layers that are equal on all ranks
-__all__ = ["Cast", "CompileLoss", "Functional", "SerializableDict", "SymbolicArguments"]
+__all__ = ["CompileLoss", "Functional", "SerializableDict", "SymbolicArguments"]
 __all__ += ["compute_output_spec", "get_keras_mask", "global_seed_generator", "set_keras_mask"]
 __all__ += ["SWAPPED", "to_snake_case"]
 

@@ -163,14 +163,22 @@ def test_steps_folded_into_samples_train_alike(monkeypatch: pytest.MonkeyPatch) 
 
 
 def two_inputs() -> keras.Model:
-    """Build a model that reads numbers in the first stage and a word in one of the last."""
+    """Build a nested model that reads numbers in the first stage and a word in one of the last."""
     layers = keras.layers
-    numbers, word = keras.Input((12,), name="numbers"), keras.Input((1,), dtype="int32", name="word")
+
+    def named() -> dict[str, Any]:
+        return {
+            "word": keras.Input((1,), dtype="int32", name="word"),
+            "numbers": keras.Input((12,), name="numbers"),
+        }
+
+    inner, outer = named(), named()
+    numbers, word = inner["numbers"], inner["word"]
     x = numbers
     for _ in range(6):
         x = layers.Dense(10, activation="tanh")(x)
     x = layers.Add()([x, layers.Flatten()(layers.Embedding(11, 10)(word))])
-    return keras.Model({"word": word, "numbers": numbers}, layers.Dense(4)(x))
+    return keras.Model(outer, layers.Dense(4)(keras.Model(inner, x)(outer)))
 
 
 @pytest.mark.older_tensorflow
