@@ -84,6 +84,33 @@ def restore_moments(layer: Any) -> None:
     vars(layer).pop("_moments", None)
 
 
+@contextlib.contextmanager
+def moments_counted(layer: Any, count: Callable[[], None]) -> Iterator[None]:
+    """Call `count` whenever a BatchNormalization layer moves its averages (`BatchNormalization._moments`).
+
+    Pipelines whose stages share the layer need it.
+    """
+    before = vars(layer).get("_moments")
+    moments = layer._moments
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        count()
+        return moments(*args, **kwargs)
+
+    layer._moments = counting
+    try:
+        yield
+    finally:
+        restore_moments(layer)
+        if before is not None:
+            layer._moments = before
+
+
+def moves_as_keras(layer: Any) -> bool:
+    """Return whether a BatchNormalization layer moves its averages as Keras's own `call` does."""
+    return type(layer).call is keras.layers.BatchNormalization.call
+
+
 def has_keras_moments(layer: Any) -> bool:
     """Return whether a BatchNormalization layer uses Keras' own `_moments`. Building models."""
     own = "_moments" in vars(layer)
