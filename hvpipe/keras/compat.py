@@ -24,7 +24,6 @@ from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.models.functional import Functional
-from keras.src.ops.core import Cast
 from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.random import seed_generator
 from keras.src.random.seed_generator import global_seed_generator
@@ -37,12 +36,12 @@ from keras.src.utils.naming import to_snake_case
 #   compute_output_spec  runs a function on symbols; the first step would be traced twice (initial_state.py)
 #   get_keras_mask, set_keras_mask  the mask on a tensor; masked layers and losses in pipelines
 #   Functional           the class of functional models; cutting a model into stages
-#   Cast, SymbolicArguments  a call to insert into a graph; nested models of another dtype in pipelines
+#   SymbolicArguments    the arguments of a call to insert into a graph; nested models in pipelines
 #   global_seed_generator  the generator of `keras.random` without a seed; resuming
 #   SerializableDict     the compile configuration in a saved file; saving a pipeline as a plain model
 #   CompileLoss, CompileMetrics  what `compile` makes; losses of micro-batches, metrics of pipelines
 #   to_snake_case        Keras' default names; names of layers that are equal on all ranks
-__all__ = ["Cast", "CompileLoss", "Functional", "SerializableDict", "SymbolicArguments"]
+__all__ = ["CompileLoss", "Functional", "SerializableDict", "SymbolicArguments"]
 __all__ += ["compute_output_spec", "get_keras_mask", "global_seed_generator", "set_keras_mask"]
 __all__ += ["SWAPPED", "to_snake_case"]
 
@@ -139,6 +138,33 @@ def replace_moments(layer: Any, stand_in: Callable[[Any, Any], tuple[Any, Any]])
 def restore_moments(layer: Any) -> None:
     """Undo `replace_moments`."""
     vars(layer).pop("_moments", None)
+
+
+@contextlib.contextmanager
+def moments_counted(layer: Any, count: Callable[[], None]) -> Iterator[None]:
+    """Call `count` whenever a BatchNormalization layer moves its averages (`BatchNormalization._moments`).
+
+    Pipelines whose stages share the layer need it.
+    """
+    before = vars(layer).get("_moments")
+    moments = layer._moments
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        count()
+        return moments(*args, **kwargs)
+
+    layer._moments = counting
+    try:
+        yield
+    finally:
+        restore_moments(layer)
+        if before is not None:
+            layer._moments = before
+
+
+def moves_as_keras(layer: Any) -> bool:
+    """Return whether a BatchNormalization layer moves its averages as Keras's own `call` does."""
+    return type(layer).call is keras.layers.BatchNormalization.call
 
 
 def has_keras_moments(layer: Any) -> bool:

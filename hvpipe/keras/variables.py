@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.compat import own_statistics
 from hvpipe.plan.buckets import cut_buckets
 from hvpipe.session import Session, current
 
 _PIECE_BYTES = 32 << 20
+# What BatchNormalization keeps of the batches that it has seen; the last three with renorm=True (Keras 3.14).
+_STATISTICS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
 
 
 def native(variable: Any) -> Any:
@@ -131,6 +135,26 @@ def average_variables(session: Session, variables: Sequence[Any], weight: float)
 def _numpy_dtype(variable: Any) -> str:
     name = str(getattr(variable.dtype, "name", variable.dtype))
     return "float32" if name == "bfloat16" else name
+
+
+def untrained_in(layers: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return the variables that layers made not to be trained, and how ranks combine the values of each.
+
+    That is the variable's `aggregation` in Keras: "mean", "sum", "only_first_replica", or "none", which is
+    also what a variable has that was made without one. BatchNormalization's statistics are means.
+    """
+    found: dict[int, tuple[Any, str]] = {}
+    for layer in layers:
+        statistics: list[Any] = []
+        if isinstance(layer, keras.layers.BatchNormalization):
+            statistics = [getattr(layer, name, None) for name in _STATISTICS]
+        for variable in own_statistics(layer):
+            declared = str(variable.aggregation)
+            if declared == "none" and any(variable is each for each in statistics):
+                declared = "mean"
+            if found.get(id(variable), (None, "none"))[1] == "none":  # several layers may list it
+                found[id(variable)] = variable, declared
+    return list(found.values())
 
 
 def _describe_difference(first: list[tuple[Any, ...]], other: list[tuple[Any, ...]], rank: int) -> str:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
+from hvpipe.keras.graph.nested_models import Entering, given_to, masks_given, why_whole
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class LayerGraph:
         inputs: The numbers of the model's flat inputs.
         outputs: The numbers of the model's flat outputs.
         deleted: Tensors whose mask a layer inside a call deletes, each with the index of that call.
+        whole: The calls of nested models that could not be opened, by name, and why.
     """
 
     name: str
@@ -93,6 +95,7 @@ class LayerGraph:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     deleted: tuple[tuple[int, int], ...] = ()
+    whole: tuple[tuple[str, str], ...] = ()
 
     def makers(self) -> dict[int, int]:
         """Return the index of the call that makes each tensor. No call makes the model's inputs."""
@@ -118,10 +121,6 @@ class LayerGraph:
         found = {id(self.calls[p].operation): self.calls[p].operation for p in calls}
         return [operation for operation in found.values() if isinstance(operation, keras.Layer)]
 
-    def whole_models(self) -> list[str]:
-        """Return the names of the calls of nested models that could not be opened."""
-        return [call.name for call in self.calls if functional_of(call.operation) is not None]
-
     def sized(self, inputs: Sequence[Sequence[int | None]]) -> tuple[TensorSpec, ...] | None:
         """Return the tensors for model inputs of these shapes; None if Keras cannot infer them.
 
@@ -138,7 +137,11 @@ class LayerGraph:
                 known.update((number, x) for (number, _), x in zip(call.writes, found, strict=True))
         except Exception:  # any layer may refuse shapes it was not made for
             return None
-        return tuple(replace(spec, shape=tuple(known[n].shape)) for n, spec in enumerate(self.tensors))
+        # Nobody makes the tensors of calls that were left out (`_without_unread`).
+        return tuple(
+            replace(spec, shape=tuple(known[n].shape)) if n in known else spec
+            for n, spec in enumerate(self.tensors)
+        )
 
     def all_layers(self) -> list[Any]:
         """Return the layers of all calls, each once."""
@@ -183,11 +186,33 @@ def layer_graph(model: Any) -> LayerGraph:
     inputs = tuple(builder.tensor(x) for x in functional.inputs)
     table = {id(x): number for x, number in zip(functional.inputs, inputs, strict=True)}
     builder.add(functional, table, "")
-    outputs = tuple(table[id(x)] for x in functional.outputs)
-    graph = LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
+    outputs = tuple(builder.now(table[id(x)]) for x in functional.outputs)
+    calls = _without_unread(builder.calls, outputs)
+    graph = LayerGraph(
+        _own_name(model),
+        tuple(calls),
+        tuple(builder.tensors),
+        inputs,
+        outputs,
+        whole=tuple(builder.whole.items()),
+    )
     # The call of a nested model may fix sizes that the model itself leaves open.
     known = graph.sized([graph.tensors[number].shape for number in inputs]) if builder.opened_wider else None
     return _with_running_masks(_with_folded(graph if known is None else replace(graph, tensors=known)))
+
+
+def _without_unread(calls: Sequence[Call], outputs: Sequence[int]) -> list[Call]:
+    """Return the calls without operations whose results nobody reads.
+
+    They make the masks that Keras hands to the call of a nested model. Its layers find them on the tensors.
+    """
+    read = set(outputs)
+    kept = []
+    for call in reversed(calls):
+        if isinstance(call.operation, keras.Layer) or any(number in read for number, _ in call.writes):
+            read.update(number for number, _ in call.reads)
+            kept.append(call)
+    return kept[::-1]
 
 
 def _with_running_masks(graph: LayerGraph) -> LayerGraph:
@@ -206,13 +231,15 @@ def _with_running_masks(graph: LayerGraph) -> LayerGraph:
     if not masks and not any(_may_hide_masks(call.operation) for call in graph.calls):
         return graph
     for index, call in enumerate(graph.calls):
-        known, changed, masked = {}, False, False
+        # Keras made the call on these. In a nested model they have no masks, whatever it is called on.
+        described = {id(x): compat.get_keras_mask(x) for x in call.arguments.keras_tensors}
+        known, changed, masked = {}, False, isinstance(call.operation, Entering)
         for number, key in call.reads:
             spec = graph.tensors[number]
             known[key] = keras.KerasTensor(spec.shape, spec.dtype)
             mask = masks.get(number) if index <= ends.get(number, index) else None
             compat.set_keras_mask(known[key], mask)
-            changed |= (mask is None) != (spec.mask_shape is None)
+            changed |= (mask is None) != (described[key] is None)
             masked |= mask is not None
         # An operation that returns what it reads, such as a cast to the same dtype, keeps the mask.
         if _may_hide_masks(call.operation) or (masked and not isinstance(call.operation, keras.Layer)):
@@ -249,7 +276,9 @@ def _masks_by_layer(call: Call, known: Mapping[int, Any]) -> list[Any]:
         return [None] * len(call.writes)
     args, kwargs = call.arguments.fill_in(known)
     first = args[0] if args else next(iter(kwargs.values()))
-    before = keras.tree.map_structure(compat.get_keras_mask, first)
+    before = kwargs.get("mask")
+    if before is None:
+        before = keras.tree.map_structure(compat.get_keras_mask, first)
     made = keras.tree.flatten(call.operation.compute_mask(first, before))
     return made if len(made) == len(call.writes) else [None] * len(call.writes)
 
@@ -314,6 +343,8 @@ class _Builder:
         self.calls: list[Call] = []
         self.tensors: list[TensorSpec] = []
         self.opened_wider = False  # an opened model's inputs leave sizes open that its call fixes
+        self.whole: dict[str, str] = {}  # why nested models stay whole, by the names of their calls
+        self._replaced: dict[int, int] = {}  # by a tensor, the one with the mask that a nested model gave it
         self._names: dict[str, int] = {}
 
     def tensor(self, symbolic: Any) -> int:
@@ -336,13 +367,16 @@ class _Builder:
                 if any(id(x) not in table for x in node.input_tensors):
                     continue  # a call of a shared layer outside this model
                 inner = functional_of(node.operation)
-                if inner is not None and _can_be_opened(node, inner):
+                why = "" if inner is None else why_whole(node, inner)
+                if inner is not None and not why:
                     self._open(node, inner, table, prefix)
-                else:
-                    self._call(node, table, prefix)
+                    continue
+                self._call(node, table, prefix)
+                if why:
+                    self.whole[self.calls[-1].name] = why
 
     def _call(self, node: Any, table: dict[int, int], prefix: str) -> None:
-        reads = {id(x): table[id(x)] for x in node.input_tensors}
+        reads = {id(x): self.now(table[id(x)]) for x in node.input_tensors}
         for x in node.outputs:
             table[id(x)] = self.tensor(x)
         self.calls.append(
@@ -356,35 +390,68 @@ class _Builder:
         )
 
     def _open(self, node: Any, inner: Any, table: dict[int, int], prefix: str) -> None:
-        given = keras.tree.flatten(node.arguments.args[0])
+        given, masks = given_to(node, inner), masks_given(node, inner)
         self.opened_wider |= any(
             tuple(x.shape) != tuple(y.shape) for x, y in zip(inner.inputs, given, strict=True)
         )
         within = f"{prefix}{_own_name(node.operation)}/"
-        of_inner = {
-            id(x): self._entering(x, y, table, within) for x, y in zip(inner.inputs, given, strict=True)
-        }
+        of_inner = {}
+        for index, (x, y) in enumerate(zip(inner.inputs, given, strict=True)):
+            mask = None if masks is None else masks[index]
+            of_inner[id(x)] = self._entering(x, y, mask, masks is None, table, within)
         self.add(inner, of_inner, within)
         for x, y in zip(inner.outputs, node.outputs, strict=True):
-            table[id(y)] = of_inner[id(x)]
+            table[id(y)] = self.now(of_inner[id(x)])
 
-    def _entering(self, inner: Any, given: Any, table: dict[int, int], prefix: str) -> int:
-        """Return the number of a nested model's input, after a cast if it has another dtype, as in Keras."""
-        number = table[id(given)]
-        if given.dtype == inner.dtype:
+    def _entering(
+        self, inner: Any, given: Any, mask: Any, keeps_mask: bool, table: dict[int, int], prefix: str
+    ) -> int:
+        """Return the number of a nested model's input, after the cast and with the mask that Keras gives it.
+
+        Keras casts a copy, but gives a mask to the tensor itself, which later calls read.
+        """
+        number = self.now(table[id(given)])
+        own = compat.get_keras_mask(given)
+        has_mask = mask is None or (mask is own and not self._may_have_lost_mask(number))
+        if given.dtype == inner.dtype and has_mask:
             return number
-        cast = replace(self.tensors[number], dtype=inner.dtype)
-        self.tensors.append(cast)
-        self.calls.append(
-            Call(
-                name=self._unique(f"{prefix}cast"),
-                operation=compat.Cast(inner.dtype),
-                arguments=compat.SymbolicArguments(given),
-                reads=((number, id(given)),),
-                writes=((len(self.tensors) - 1, id(inner)),),
+        read = [given] if mask is None else [given, mask]
+        self.tensors.append(
+            replace(
+                self.tensors[number],
+                dtype=inner.dtype,
+                mask_shape=None if mask is None else tuple(mask.shape),
             )
         )
-        return len(self.tensors) - 1
+        made = len(self.tensors) - 1
+        self.calls.append(
+            Call(
+                name=self._unique(prefix + ("cast" if given.dtype != inner.dtype else "mask")),
+                operation=Entering(inner.dtype, keeps_mask),
+                arguments=compat.SymbolicArguments(*read),
+                reads=tuple((self.now(table[id(x)]), id(x)) for x in read),
+                writes=((made, id(inner)),),
+            )
+        )
+        if given.dtype == inner.dtype:
+            self._replaced[number] = made
+        return made
+
+    def _may_have_lost_mask(self, number: int) -> bool:
+        """Return whether a call so far may have deleted a tensor's mask (`LayerGraph.mask_ends`)."""
+        return any(
+            number in dict(call.reads)
+            and (
+                isinstance(call.operation, keras.layers.MultiHeadAttention) or _may_hide_masks(call.operation)
+            )
+            for call in self.calls
+        )
+
+    def now(self, number: int) -> int:
+        """Return the number of a tensor after all that nested models did to it so far."""
+        while number in self._replaced:
+            number = self._replaced[number]
+        return number
 
     def _unique(self, name: str) -> str:
         """Return a name with a number appended, if the name was used before."""
@@ -409,24 +476,6 @@ def functional_of(operation: Any) -> Any:
         is_plain = operation.built and call is keras.Sequential.call
         return compat.functional_inside(operation) if is_plain else None
     return operation if isinstance(operation, compat.Functional) and call is compat.Functional.call else None
-
-
-def _can_be_opened(node: Any, inner: Any) -> bool:
-    """Return whether a call of a nested model can be opened: it gets only tensors, and no masks.
-
-    A mask would have to be passed to each inner layer.
-    """
-    given = [x for x in node.input_tensors if compat.get_keras_mask(x) is not None]
-    flat = keras.tree.flatten(node.arguments.args[0]) if len(node.arguments.args) == 1 else []
-    more = {name for name, value in node.arguments.kwargs.items() if value is not None}
-    only_tensors = len(flat) == len(node.input_tensors) and more <= {"training"}
-    return not given and only_tensors and all(map(_fits, flat, inner.inputs))
-
-
-def _fits(given: Any, wanted: Any) -> bool:
-    """Return whether a tensor has the sizes that an input fixes."""
-    sizes = list(zip(given.shape, wanted.shape, strict=False))
-    return len(given.shape) == len(wanted.shape) and all(want in (None, size) for size, want in sizes)
 
 
 def _takes_training(operation: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.graph.activity_losses import added_losses, may_add_losses, scaled_activities
+from hvpipe.keras.graph.batch_statistics import counted_moves
 from hvpipe.keras.graph.deferred_build import trained_by
 from hvpipe.keras.graph.split_gradient import SplitGradient, split_gradient
 from hvpipe.keras.graph.stage_cuts import Stages, Wire
@@ -32,6 +34,8 @@ class StageFunctions:
         loss_dtype: The dtype of that loss.
         outputs_of_model: How many of the model's outputs the stage computes: all or none.
         masked: The indices of those outputs that have a Keras mask, which metrics use.
+        moves: How often the training forward moves the averages of each BatchNormalization, by its id; known
+            after tracing.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class StageFunctions:
             for index, number in enumerate(graph.outputs)
             if self._last and graph.tensors[number].mask_shape is not None and number not in self._mask_ends
         ]
+        self.moves: Counter[int] = Counter()
         self._recompute = recompute
         self._ignored: frozenset[int] = frozenset()  # indices among the floating outputs
         self._adds_loss = False  # known after tracing
@@ -165,7 +170,8 @@ class StageFunctions:
         self._samples_here = self._count(known)
         masks: dict[int, Any] = {}  # of this stage's tensors; a later call may delete a tensor's mask
         losses: list[Any] = []
-        with scaled_activities(graph.layers(cut.calls), self._share_of):
+        layers = graph.layers(cut.calls)
+        with scaled_activities(layers, self._share_of), counted_moves(layers if training else ()) as moves:
             for index in cut.calls:
                 call = graph.calls[index]
                 for number, _ in call.reads:
@@ -175,6 +181,8 @@ class StageFunctions:
                     known[number] = value
                     masks[number] = compat.get_keras_mask(value)
                 losses.extend(map(self._summed, added_losses(call.operation)))
+        if training:
+            self.moves = moves
         found = [masks[wire.number] if wire.mask else known[wire.number] for wire in cut.outputs]
         for wire, value in zip(cut.outputs, found, strict=True):
             self._check_mask(wire.number, masks.get(wire.number))

@@ -16,8 +16,8 @@ from hvpipe.keras.pipeline.shared_variables import SharedVariables
 from hvpipe.session import Session
 
 
-class AverageStatistics(keras.callbacks.Callback):
-    """Averages the statistics of a stage's replicas at the end of an epoch; runs before other callbacks."""
+class CombineState(keras.callbacks.Callback):
+    """Combines the state that several ranks hold at the end of an epoch; runs before other callbacks."""
 
     def __init__(self, session: Session, shared: SharedVariables) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class AverageStatistics(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         # Without this, replicas would wait until the timeout for a rank whose data ended early.
         self._session.engine.agree(f"end of epoch {epoch + 1}")
-        self._shared.average_statistics()
+        self._shared.combine_state()
 
 
 def make_folders(session: Session, callbacks: Sequence[Any]) -> None:

@@ -29,7 +29,7 @@ from hvpipe.keras.graph.stage_cuts import Stages
 from hvpipe.keras.initial_state import broadcast_model, normalizing, settle
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.pipeline.batch_targets import agreed_signature, check_samples, flat_targets
-from hvpipe.keras.pipeline.callbacks import AverageStatistics, make_folders, without_duplicates
+from hvpipe.keras.pipeline.callbacks import CombineState, make_folders, without_duplicates
 from hvpipe.keras.pipeline.context import PipelineContext
 from hvpipe.keras.pipeline.layout import Layout, layout_of
 from hvpipe.keras.pipeline.logs import PipelineLogs, flat_results
@@ -53,6 +53,7 @@ from hvpipe.keras.pipeline.saving import PipelineSaving
 from hvpipe.keras.pipeline.shared_variables import SharedVariables
 from hvpipe.keras.pipeline.step import StepResult
 from hvpipe.keras.pipeline.step_checks import StepChecks, step_checks
+from hvpipe.keras.pipeline.step_state import shared_normalizations
 from hvpipe.keras.pipeline.step_undo import StepUndo
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.keras.supported import described_type, of_keras_2
@@ -151,6 +152,7 @@ def pipeline_parallel(
     layout = layout_of(graph, plan, ranks)
     check_real_wires(layout.stages)
     check_text_inputs(layout)
+    shared_normalizations(layout.stages)  # raises an error for one that stages cannot share
     check_same_pipeline(session, layout)
     recomputes = plan.pipelining.recomputes
     return PipelineParallel(session, model, layout, checks, deferred=deferred, recomputes=recomputes)
@@ -312,7 +314,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         callbacks = with_one_writer(session, listed, ["CSVLogger"])
         make_folders(session, callbacks)
         mine = without_duplicates(session, callbacks, self.stages, self._stage_layers)
-        first = AverageStatistics(session, self._context.shared)
+        first = CombineState(session, self._context.shared)
         named["callbacks"] = [first, *mine, stop_together(session, callbacks)]
         self.fit_call = FitCall(named.get("x"), named.get("steps_per_epoch"), tuple(mine))
         try:

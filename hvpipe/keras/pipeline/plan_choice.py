@@ -190,8 +190,9 @@ def _searched(
 def _check_counts(graph: LayerGraph, count: int, how: Pipelining) -> None:
     """Raise HvpipeError if a number of stages is too large for the model."""
     if count * how.chunks > len(graph.calls):
-        whole = graph.whole_models()
-        named = f" ({whole[0]!r} is a nested model that cannot be opened)" if whole else ""
+        named = "".join(
+            f" ({name!r} is a nested model that stays whole: {why})" for name, why in graph.whole[:1]
+        )
         raise HvpipeError(
             f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}"
             f"{named}. Received: {count * how.chunks} stages"

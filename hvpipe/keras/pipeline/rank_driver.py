@@ -23,6 +23,7 @@ from hvpipe.keras.pipeline.microbatches import Batch
 from hvpipe.keras.pipeline.on_all_ranks import ending_all, on_all_ranks
 from hvpipe.keras.pipeline.state_names import agree_on_trainable
 from hvpipe.keras.pipeline.step import PipelineStep, StepResult
+from hvpipe.keras.pipeline.step_state import StepState
 from hvpipe.keras.pipeline.update import PipelineUpdate
 
 Coverages = dict[str, GradientCoverage]
@@ -74,6 +75,7 @@ class RankDriver:
             layout.stages, self.functions, layout.ranks, context.channel, context.session.engine.recorded
         )
         self._update: PipelineUpdate | None = None
+        self._state: StepState | None = None
         self._trained = _TrainedSamples()
         context.session.sample_counters.append(self._trained)
         self._update_metrics = tf.function(self._metrics_in_graph, autograph=False, reduce_retracing=True)
@@ -113,13 +115,19 @@ class RankDriver:
                 context.channel,
                 together=context.undo is not None,
             )
-        update = self._update
+        if self._state is None:
+            self._state = StepState(context.session, context.layout.stages, context.shared, self.functions)
+        update, state = self._update, self._state
         program = context.layout.program(batch.samples, context.rank, True)
         if context.undo is not None:
             context.undo.begin()
         with ending_all(context.session):
             update.begin(program.stages)
-            result = self._step.train(program, batch, self._observe, update.stage_done, update.loss_scale)
+            state.begin(program.microbatches)
+            result = self._step.train(
+                program, batch, self._observe, update.stage_done, update.loss_scale, state.moved_by
+            )
+            state.finish()
         with engine.recorded("update", "weights of this rank"), ending_all(context.session, but=HvpipeError):
             update.apply()
         if context.undo is not None:
@@ -133,7 +141,7 @@ class RankDriver:
         """Run forward and loss of a batch in inference mode; collective."""
         context = self._context
         self._begin(batch)
-        context.shared.average_statistics()
+        context.shared.combine_state()
         program = context.layout.program(batch.samples, context.rank, False)
         with ending_all(context.session):
             result = self._step.evaluate(program, batch, self._observe)
@@ -144,7 +152,7 @@ class RankDriver:
         """Return the model's flat outputs for a batch, on all ranks; collective."""
         context, engine = self._context, self._context.session.engine
         engine.agree(f"prediction step of {context.layout.stages.graph.name} on a batch of {batch.samples}")
-        context.shared.average_statistics()
+        context.shared.combine_state()
         program = context.layout.program(batch.samples, context.rank, False)
         with ending_all(context.session):
             result = self._step.predict(program, batch)

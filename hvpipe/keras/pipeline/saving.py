@@ -144,7 +144,7 @@ class PipelineSaving:
 
     def _write_whole(self, write: Callable[[Any], None]) -> None:
         context = self._context
-        context.shared.average_statistics()
+        context.shared.combine_state()
         write_whole(context.session, self, context.model, self.rank_state(), write)
 
     def _load(self, read: Callable[[RankState], bool]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ class PipelineStep:
         observe: Observe,
         stage_done: Callable[[int], None],
         loss_scale: float = 1.0,
+        moved_by: Callable[[int, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> StepResult:
         """Run forwards and backwards of a training step, without the update.
 
@@ -73,11 +74,14 @@ class PipelineStep:
             observe: Called for each micro-batch of the last stage.
             stage_done: Called with a stage when its gradients are complete.
             loss_scale: The loss is multiplied by this factor before its gradients are computed.
+            moved_by: `moved_by(stage, microbatch)` surrounds each forward, which may move averages.
 
         Returns:
             Loss and samples of this rank.
         """
-        return _StepRun(self, program, batch, observe, "train", stage_done, loss_scale).run()
+        run = _StepRun(self, program, batch, observe, "train", stage_done, loss_scale)
+        run.moved_by = moved_by
+        return run.run()
 
     def evaluate(self, program: RankProgram, batch: Batch, observe: Observe) -> StepResult:
         """Run the forwards in inference mode, with the loss."""
@@ -119,6 +123,7 @@ class _StepRun:
         self._accumulating: set[int] = set()  # stages whose accumulators hold a gradient of this step
         self._losses: list[tuple[Any, float]] = []
         self._result = StepResult()
+        self.moved_by: Callable[[int, int], AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def run(self) -> StepResult:
         for step in self._program.program:
@@ -148,7 +153,8 @@ class _StepRun:
         values.extend(given)
         with self._recorded("forward", str(action)):
             if self._mode == "train":
-                found, self._saved[stage, i] = functions.training.forward(values)
+                with self.moved_by(stage, i):
+                    found, self._saved[stage, i] = functions.training.forward(values)
             else:
                 found = (functions.prediction if self._mode == "predict" else functions.evaluation)(*values)
         made = dict(zip(cut.outputs, found, strict=False))

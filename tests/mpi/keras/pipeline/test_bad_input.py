@@ -87,9 +87,28 @@ def over_open_times() -> keras.Model:
     )
 
 
+class OwnAverages(keras.layers.BatchNormalization):
+    def call(self, x: Any, training: bool = False, mask: Any = None) -> Any:
+        return super().call(x, training, mask)
+
+
+def sharing_own_averages() -> keras.Model:
+    """Build two stages on each rank, of which several share the layer."""
+    shared, inputs = OwnAverages(name="shared"), keras.Input((4,))
+    x = inputs
+    for _ in range(2 * hvpipe.size()):
+        x = keras.layers.Dense(4)(shared(x))
+    return keras.Model(inputs, x)
+
+
 @pytest.mark.parametrize(
     ("build", "options", "says"),
     [
+        (
+            sharing_own_averages,
+            {"schedule": "interleaved"},
+            r"Call the layer in one stage.* Received: 'shared' with its own call \(Own.*, in stages 0, 1",
+        ),
         (mlp, {"stages": 99}, r"stages should be .* Received: stages=99"),
         (mlp, {"stages": 0}, r"Received: stages=0"),
         (mlp, {"microbatches": 0}, r"microbatches"),

@@ -238,33 +238,46 @@ def test_replicas_that_drift_apart_are_noticed() -> None:
 
 
 class Calls(keras.layers.Layer):
-    """Counts its calls in training, as a float and as an integer; replica k adds k + 1 to the float `own`."""
+    """Adds rank + 1 to a float and an integer for each rule of combining them, in each call in training."""
 
     def build(self, shape: Any) -> None:
-        self.count = self.add_weight(shape=(), trainable=False, initializer="zeros", name="count")
-        self.own = self.add_weight(shape=(), trainable=False, initializer="zeros", name="own")
-        self.whole = self.add_weight(
-            shape=(), trainable=False, initializer="zeros", dtype="int64", name="whole"
-        )
+        self.counters = {
+            (dtype, rule): self.add_weight(
+                shape=(),
+                trainable=False,
+                initializer="zeros",
+                dtype=dtype,
+                aggregation=rule,
+                name=f"{rule}_{dtype}",
+            )
+            for dtype in ("float32", "int64")
+            for rule in ("mean", "sum", "only_first_replica", "none")
+        }
 
     def call(self, x: Any, training: bool = False) -> Any:
-        if training:
-            self.count.assign(self.count + 1.0)
-            self.own.assign(self.own + hvpipe.rank() + 1.0)
-            self.whole.assign(self.whole + hvpipe.rank() + 1)
+        for (dtype, _), counter in self.counters.items() if training else ():
+            counter.assign(counter + keras.ops.cast(hvpipe.rank() + 1, dtype))
         return x
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_layers_own_state_counts_micro_batches_and_only_floats_are_averaged(recompute: bool) -> None:
-    """docs/model-parallel.md says so."""
+def test_a_layers_own_state_follows_its_aggregation(
+    recompute: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """docs/model-parallel.md says so. Regression guard: floats were averaged whatever they are."""
     size = hvpipe.size()
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), Calls(name="calls")])
     pipe = hk.pipeline_parallel(model, stages=1, microbatches=2 * size, recompute=recompute)
     pipe.compile("sgd", "mse")
-    x = np.ones((4 * size, 6), np.float32)
-    pipe.fit(x, x[:, :3], batch_size=4 * size, epochs=1, verbose=0)
-    layer = pipe.get_layer("calls")
-    assert float(layer.count) == 2.0
-    assert float(layer.own) == 2.0 * sum(range(1, size + 1)) / size
-    assert int(layer.whole) == 2 * (hvpipe.rank() + 1)
+    x = np.ones((8 * size, 6), np.float32)
+    pipe.fit(x, x[:, :3], batch_size=4 * size, epochs=1, verbose=0)  # 4 micro-batches on each rank
+    every = sum(4 * (rank + 1) for rank in range(size))
+    expected = {"sum": every, "only_first_replica": 4, "none": 4 * (hvpipe.rank() + 1)}
+    for (dtype, rule), counter in pipe.get_layer("calls").counters.items():
+        mean = every / size if dtype == "float32" else round(every / size)
+        assert float(counter) == expected.get(rule, mean), (dtype, rule)
+    warned = [
+        record.getMessage() for record in caplog.records if "keeps its own value" in record.getMessage()
+    ]
+    assert len(warned) == (1 if size > 1 and hvpipe.rank() == 0 else 0)
+    assert all("calls/none_float32, " in text and "none_int64 keeps" in text for text in warned)

@@ -221,5 +221,5 @@ def test_statistics_that_are_equal_keep_their_bits() -> None:
     value = np.random.default_rng(1).normal(size=mean.shape).astype(np.float32)
     mean.assign(value)
     pipe._context.shared.mark_diverged()
-    pipe._context.shared.average_statistics()
+    pipe._context.shared.combine_state()
     np.testing.assert_array_equal(mean.numpy(), value)

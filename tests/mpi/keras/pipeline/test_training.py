@@ -163,14 +163,22 @@ def test_steps_folded_into_samples_train_alike(monkeypatch: pytest.MonkeyPatch) 
 
 
 def two_inputs() -> keras.Model:
-    """Build a model that reads numbers in the first stage and a word in one of the last."""
+    """Build a nested model that reads numbers in the first stage and a word in one of the last."""
     layers = keras.layers
-    numbers, word = keras.Input((12,), name="numbers"), keras.Input((1,), dtype="int32", name="word")
+
+    def named() -> dict[str, Any]:
+        return {
+            "word": keras.Input((1,), dtype="int32", name="word"),
+            "numbers": keras.Input((12,), name="numbers"),
+        }
+
+    inner, outer = named(), named()
+    numbers, word = inner["numbers"], inner["word"]
     x = numbers
     for _ in range(6):
         x = layers.Dense(10, activation="tanh")(x)
     x = layers.Add()([x, layers.Flatten()(layers.Embedding(11, 10)(word))])
-    return keras.Model({"word": word, "numbers": numbers}, layers.Dense(4)(x))
+    return keras.Model(outer, layers.Dense(4)(keras.Model(inner, x)(outer)))
 
 
 @pytest.mark.older_tensorflow
@@ -219,6 +227,39 @@ def tied() -> keras.Model:
 def test_a_layer_shared_by_stages_stays_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "tied", tied)
     check_same(pipelined("tied"), plain("tied"), WITHIN)
+
+
+def normalising_twice() -> keras.Model:
+    """Build a model whose stages share a BatchNormalization, also inside a nested model."""
+    inputs, inner = keras.Input((12,)), keras.Input((12,))
+    shared = keras.layers.BatchNormalization(momentum=0.7, name="shared")
+    nested = keras.Model(inner, shared(keras.layers.Dense(12)(shared(inner))))
+    x = nested(inputs)
+    for _ in range(3):
+        x = shared(keras.layers.Dense(12, activation="relu")(x))
+    return keras.Model(inputs, keras.layers.Dense(4)(x))
+
+
+@pytest.mark.three_suffice
+@pytest.mark.every_size
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_the_averages_of_a_shared_batch_normalization_move_as_in_keras(schedule: str) -> None:
+    """Regression guard: each stage's copy saw its own calls only, and ended half way."""
+    x, y = batches(mlp, 24)
+
+    def moved(model: Any) -> list[float]:
+        compile_as_all(model, keras.optimizers.SGD(0.0))
+        if hasattr(model, "stages"):
+            model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+        else:  # one micro-batch after the other
+            for part in np.split(x, 6):
+                model(part, training=True)
+        layer = next((la for la in model.layers if la.name == "shared"), None)
+        return [] if layer is None else np.ravel([layer.moving_mean, layer.moving_variance]).tolist()
+
+    expected, found = both(normalising_twice, moved, microbatches=3, schedule=schedule)
+    if found:
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 class Encoder(keras.layers.Layer):
