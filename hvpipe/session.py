@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,7 +70,7 @@ _RANK_0_DECIDES = (
     *("bucket_bytes", "table_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host"),
     "shared_memory",
     *("nccl_library", "nccl_span", "gpus_may_be_shared"),
-    *("verify_every", "nonfinite"),
+    *("verify_every", "nonfinite", "strict"),
     *("stall_warn_s", "stall_abort_s", "flight_folder"),
     *("elastic", "min_ranks", "lr_scaling"),
 )
@@ -108,6 +109,12 @@ class Session:
         self.reducers: dict[Any, Any] = {}  # by what they reduce; see hvpipe.keras.data_parallel.custom_loops
         self.loops_by_plan = False  # whether a tape or an optimizer of a custom loop reduces by a plan
         self.announcements = 0  # of steps that reduce, counted when their graph is built
+        # See hvpipe.keras.training_alone.
+        self.averagings = 0
+        self.averaged: dict[int, int] = {}  # variables by identity: which averaging had their gradient
+        self.reduced_by_hand = 0  # numbers that the script's own collectives have reduced or gathered
+        self.looked_at: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
+        self.trained_alone: dict[str, str] = {}  # what this rank has trained alone, and a text that says so
         self.clock_reading = (0.0, 0.0)  # see hvpipe.trace.events.Clock
         self.sampler: Sampler | None = None
         self.status_reporter: StatusReporter | None = None
@@ -136,6 +143,7 @@ class Session:
             self._named_calls.leave()
         # Another rank may still be working, for instance exporting the model.
         self.agree_patiently("shutdown")
+        self._tell_of_training_alone()
         if self.sampler is not None:
             from hvpipe.run_outputs import report_run
 
@@ -156,6 +164,16 @@ class Session:
         self.engine.core = None
         self.world.close()
         tell_end(job_name(), self.checkpoints if self._left_behind else None)  # all ranks there may be lost
+
+    def _tell_of_training_alone(self) -> None:
+        """Warn of what this rank has trained alone, and no lower rank; rank 0 told at once. Collective."""
+        if not any(self.engine.agree("what ranks have trained alone", float(len(self.trained_alone)))):
+            return
+        everyones = self.world.allgather_object(list(self.trained_alone))
+        lower = {what for whats in everyones[: self.world.rank] for what in whats}
+        for what, text in self.trained_alone.items():
+            if self.world.rank > 0 and what not in lower:
+                logger.warning("hvpipe: %s", text)
 
     def has_lost_ranks(self) -> bool:
         """Tell whether an error came from the loss of ranks, which this rank may learn of a moment later."""
@@ -260,6 +278,11 @@ class Session:
             native.set_default_named_calls(None)
             self._named_calls = LeftToParent()
 
+    @property
+    def is_parents(self) -> bool:
+        """Whether this process is a child of os.fork(), which communicates with nobody."""
+        return self._is_parents
+
     def agree_patiently(self, what: str, least_s: float = 0.0) -> None:
         """Wait until all ranks call this with the same `what`, each of which may be busy with other work."""
         self.engine.agree_patiently(what, max(self.settings.longest_shutdown_s, least_s))
@@ -339,6 +362,7 @@ def init(
     timeout_s: float | None = None,
     trace: str | None = None,
     backend: Literal["mpi", "tcp"] | None = None,
+    strict: bool | None = None,
 ) -> None:
     """Join the ranks that the launcher started.
 
@@ -350,6 +374,8 @@ def init(
         trace: File for one timeline of all ranks, as from `hvpipe run --trace`; HVPIPE_TRACE if not given.
         backend: "mpi" or "tcp": what carries the data between ranks; HVPIPE_BACKEND if not given, else TCP
             between hosts with Ethernet and under `horovodrun --gloo`, and MPI everywhere else.
+        strict: Whether training that no rank averages is an error on the rank that does it, instead of a
+            warning: a model without `data_parallel`, for example. HVPIPE_STRICT if not given, else no.
 
     Raises:
         InitError: If the ranks cannot be joined.
@@ -381,6 +407,8 @@ def init(
             if backend not in ("mpi", "tcp"):
                 raise HvpipeError(f"backend should be 'mpi' or 'tcp'. Received: backend={backend!r}")
             settings = replace(settings, backend=backend)
+        if strict is not None:
+            settings = replace(settings, strict=bool(strict))
         session = Session(settings)
         for prepare in _when_joined:
             prepare(session)

@@ -50,7 +50,7 @@ FLAGS = {
         *("--mpirun", "--net", "--no-summary", "--rsh-agent", "--timeout", "--trace", "--utilization"),
         *("--utilization-hz", "-H", "-h", "-m", "-n", "-np", "-hostfile"),
         *("--elastic", "--grace", "--lr-scaling", "--min-np", "--nonfinite", "--restarts", "--verify"),
-        *("--flight-recorder", "--stall-abort", "--stall-warn"),
+        *("--flight-recorder", "--stall-abort", "--stall-warn", "--strict"),
         *HOROVODRUN,
     ],
     "blackbox": ["--help", "--json", "-h"],
@@ -134,7 +134,8 @@ def test_any_words_end_with_an_exit_code(script: str, data: st.DataObject) -> No
 
 @pytest.mark.parametrize("steps", ["50", "every=50"])
 def test_steps_between_two_comparisons(steps: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert any("HVPIPE_VERIFY=50" in word for word in dry_run(capsys, "-np", "2", "--verify", steps, script))
+    words = dry_run(capsys, "-np", "2", "--verify", steps, "--strict", script)
+    assert all(any(wanted in word for word in words) for wanted in ("HVPIPE_VERIFY=50", "HVPIPE_STRICT=1"))
 
 
 def test_ranks_here(script: str, capsys: pytest.CaptureFixture[str]) -> None:

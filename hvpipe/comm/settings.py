@@ -56,6 +56,7 @@ class Settings:
     job_folder: Path | None = None  # that `hvpipe run` shares with the ranks of its host
     verify_every: int = 0  # steps; 0: never
     nonfinite: Nonfinite = "ignore"
+    strict: bool = False  # whether training that no rank averages is an error
     stall_warn_s: float = 10.0  # 0: never
     stall_abort_s: float | None = None  # None: timeout_s
     flight_folder: str | None = None  # None: the job folder, or memory without one
@@ -139,6 +140,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_VERIFY | after how many steps data_parallel compares weights over ranks |
     | HVPIPE_NONFINITE | "raise", "skip" or "ignore" steps whose gradients are NaN or Inf |
+    | HVPIPE_STRICT | 0 or 1: training that no rank averages is an error, not a warning |
     | HVPIPE_STALL_WARN | report a collective that has waited for this many seconds; 0: none |
     | HVPIPE_STALL_ABORT | end the job after such a wait, in seconds; the default is HVPIPE_TIMEOUT |
     | HVPIPE_FLIGHT_RECORDER | the folder for the recorders of ranks that end badly |
@@ -192,6 +194,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         job_folder=job_folder(env),
         verify_every=_number(env, "HVPIPE_VERIFY", "steps", default.verify_every),
         nonfinite=_one_of(env, "HVPIPE_NONFINITE", NONFINITE, default.nonfinite),
+        strict=_switch(env, "HVPIPE_STRICT", default.strict),
         stall_warn_s=_stall_warn(env, default.stall_warn_s),
         stall_abort_s=_positive(env, "HVPIPE_STALL_ABORT", "seconds", 0.0) or None,
         flight_folder=env.get("HVPIPE_FLIGHT_RECORDER") or None,

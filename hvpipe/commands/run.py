@@ -45,6 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("raise", "skip", "ignore"),
         help="what to do with steps whose gradients are NaN or Inf (default: ignore)",
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="end the job if a rank trains what no rank averages"
+    )
     watch_options.add_options(parser)
     parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")
     restarts.add_options(parser)
@@ -157,6 +160,8 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         settings["HVPIPE_VERIFY"] = str(options.verify)
     if options.nonfinite is not None:
         settings["HVPIPE_NONFINITE"] = options.nonfinite
+    if options.strict:
+        settings["HVPIPE_STRICT"] = "1"
     settings |= elastic_options.settings(options)
     if not options.no_summary:
         settings["HVPIPE_SUMMARY"] = "1"

@@ -26,6 +26,7 @@ from hvpipe.keras.collectives.process_sets import (  # noqa: E402
     remove_process_set,
 )
 from hvpipe.keras.collectives.sync_batch_norm import SyncBatchNormalization  # noqa: E402
+from hvpipe.keras.data_parallel.copies import keep_in_clones as _keep_in_clones  # noqa: E402
 from hvpipe.keras.data_parallel.custom_loops import (  # noqa: E402
     DistributedGradientTape,
     DistributedOptimizer,
@@ -38,6 +39,8 @@ from hvpipe.keras.pipeline.model import pipeline_parallel  # noqa: E402
 from hvpipe.keras.profiling.cluster import measure_cluster, measure_ranks  # noqa: E402
 from hvpipe.keras.profiling.measure import measure  # noqa: E402
 from hvpipe.keras.resize import on_resize  # noqa: E402
+from hvpipe.keras.training_alone import alone  # noqa: E402
+from hvpipe.keras.training_alone import watch as _watch  # noqa: E402
 from hvpipe.keras.variables import broadcast_variables  # noqa: E402
 from hvpipe.session import (  # noqa: E402
     init,
@@ -51,6 +54,8 @@ from hvpipe.session import (  # noqa: E402
 from hvpipe.session import when_joined as _when_joined  # noqa: E402
 
 _when_joined(_claim_gpu)
+_when_joined(_watch)
+_keep_in_clones()
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -65,6 +70,7 @@ __all__ = [
     "allgather_object",
     "allreduce",
     "alltoall",
+    "alone",
     "average_gradients",
     "barrier",
     "broadcast",

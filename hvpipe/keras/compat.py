@@ -23,6 +23,7 @@ import keras
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.models import cloning
 from keras.src.models.functional import Functional
 from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.random import seed_generator
@@ -31,6 +32,7 @@ from keras.src.saving.serialization_lib import SerializableDict
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils.naming import to_snake_case
+from keras.src.wrappers import sklearn_wrapper
 
 # What the names from `keras.src` are, and what needs them:
 #   compute_output_spec  runs a function on symbols; the first step would be traced twice (initial_state.py)
@@ -40,6 +42,7 @@ from keras.src.utils.naming import to_snake_case
 #   global_seed_generator  the generator of `keras.random` without a seed; resuming
 #   SerializableDict     the compile configuration in a saved file; saving a pipeline as a plain model
 #   CompileLoss, CompileMetrics  what `compile` makes; losses of micro-batches, metrics of pipelines
+#   cloning, sklearn_wrapper  the modules that hold `clone_model`; clones keep hooks (copies.py)
 #   to_snake_case        Keras' default names; names of layers that are equal on all ranks
 __all__ = ["CompileLoss", "Functional", "SerializableDict", "SymbolicArguments"]
 __all__ += ["compute_output_spec", "get_keras_mask", "global_seed_generator", "set_keras_mask"]
@@ -210,6 +213,17 @@ def takes_training(operation: Any) -> bool:
 def build_from_batch(model: Any, batch: Any) -> None:
     """Build a model for a batch (`Model._symbolic_build`). Models without an input shape need it."""
     model._symbolic_build(data_batch=batch)
+
+
+def replace_clone_model(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `around(clone_model)` in the place of `keras.models.clone_model` (`cloning`, `sklearn_wrapper`).
+
+    Without it, clones that scikit-learn's wrappers make would lose data_parallel's hooks.
+    """
+    own: Callable[..., Any] = keras.models.clone_model
+    for module in (keras.models, cloning, sklearn_wrapper):
+        if getattr(module, "clone_model", None) is own:
+            vars(module)["clone_model"] = around(own)
 
 
 def check_compiled(model: Any, method: str) -> None:

@@ -120,7 +120,7 @@ def checksums(model: Any, statistics: Sequence[Any], slots: Sequence[Any]) -> tu
     kept = {id(v) for v in statistics}
     weights = [v for v in model.weights if id(v) not in kept]
     floating = [v for v in statistics if keras.backend.is_float_dtype(v.dtype)]
-    return _checksum([*weights, *slots]), _checksum(floating)
+    return checksum_of([*weights, *slots]), checksum_of(floating)
 
 
 def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str) -> bool:
@@ -165,7 +165,8 @@ def other_optimizers(model: Any) -> dict[str, Any]:
     }
 
 
-def _checksum(variables: Sequence[Any]) -> float:
+def checksum_of(variables: Sequence[Any]) -> float:
+    """Return one checksum of the bytes of all variables."""
     found = 0
     for variable in variables:
         value = np.ascontiguousarray(variable.numpy())

@@ -42,6 +42,7 @@ def test_settings_are_read() -> None:
         "HVPIPE_NCCL_SPAN": "host",
         "HVPIPE_VERIFY": "100",
         "HVPIPE_NONFINITE": "skip",
+        "HVPIPE_STRICT": "1",
         "HVPIPE_SUMMARY": "1",
         "HVPIPE_LOG_LEVEL": "DEBUG",
     }
@@ -60,6 +61,7 @@ def test_settings_are_read() -> None:
         nccl_span="host",
         verify_every=100,
         nonfinite="skip",
+        strict=True,
         summary=True,
         log_level="debug",
     )

@@ -22,6 +22,7 @@ from hvpipe.keras.collectives.process_sets import number_of
 from hvpipe.keras.compat import step_count, trained_variables
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
+from hvpipe.keras.training_alone import note_averaged, note_hooked
 from hvpipe.keras.variables import identity, native
 from hvpipe.session import current
 
@@ -88,7 +89,10 @@ def reduce_gradients(
     Returns:
         The gradients in their order; None stays None.
     """
-    current().warn_without_checks("optimizers and tapes that reduce gradients by name")
+    session = current()
+    session.warn_without_checks("optimizers and tapes that reduce gradients by name")
+    note_averaged(session, variables)
+    by_hand = session.reduced_by_hand  # the collectives below are not the script's own
     number = number_of(options.how.process_set)
     ranks = current().named_calls().ranks_of(number)
     reduced = list(gradients)
@@ -105,6 +109,7 @@ def reduce_gradients(
         label = f"{name or 'gradients'}.{index}"
         for place, found in zip(group, named.grouped_allreduce(given, how, label), strict=True):
             reduced[place] = found
+    session.reduced_by_hand = by_hand
     if options.scale_local and local:
         size = world_number("size", number)
         for place, gradient in enumerate(gradients):
@@ -179,6 +184,7 @@ def wrap_optimizer(
 
     def update(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         reduced = reduce_gradients(gradients, variables, options, local, "optimizer")
+        note_hooked(current(), optimizer)
         with _after(reduced):
             own_apply(reduced, variables)
 

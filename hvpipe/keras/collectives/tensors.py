@@ -18,6 +18,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.collectives import ops
 from hvpipe.keras.collectives.compression import Compression
 from hvpipe.keras.collectives.process_sets import ProcessSet, number_of
+from hvpipe.keras.training_alone import note_by_hand
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def allreduce(tensor: Any, how: Reduction, name: str | None = None) -> Any:
 
 def grouped_allreduce(tensors: Sequence[Any], how: Reduction, name: str | None = None) -> list[Any]:
     """Reduce tensors and IndexedSlices. The tensors travel together: all of them or none."""
+    note_by_hand(tensors)
     reduced = list(tensors)
     dense = [place for place, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     sliced = [place for place, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
@@ -105,7 +107,9 @@ def allgather(
     tensors: Sequence[Any], process_set: ProcessSet | None = None, name: str | None = None
 ) -> list[Any]:
     """Concatenate each tensor of all ranks along the first axis, which may differ by rank."""
-    return ops.allgather([tf.convert_to_tensor(t) for t in tensors], number_of(process_set), name)
+    given = [tf.convert_to_tensor(t) for t in tensors]
+    note_by_hand(given)
+    return ops.allgather(given, number_of(process_set), name)
 
 
 def broadcast(
@@ -123,6 +127,7 @@ def alltoall(
 
     Without splits every rank gets the same number of rows.
     """
+    note_by_hand([tensor])
     given = tf.zeros([0], tf.int32) if splits is None else tf.convert_to_tensor(splits, tf.int32)
     return ops.alltoall(tf.convert_to_tensor(tensor), given, number_of(process_set), name)
 
@@ -137,6 +142,8 @@ def grouped_reducescatter(tensors: Sequence[Any], how: Reduction, name: str | No
             "reducescatter takes every op but adasum: use allreduce, and take this rank's rows. "
             "Received: op='adasum'"
         )
+
+    note_by_hand(tensors)
 
     def send(packed: Sequence[Any]) -> list[Any]:
         number = number_of(how.process_set)

@@ -34,6 +34,7 @@ from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
 from hvpipe.keras.data_parallel.overlap import BackwardOverlap
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
+from hvpipe.keras.training_alone import note_averaged
 from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session, current
 
@@ -205,6 +206,7 @@ def average_gradients(
     check_gradient_compression(session, compression)
     if session.world.size == 1:
         return list(gradients)
+    note_averaged(session, variables)
     used = [place for place, gradient in enumerate(gradients) if gradient is not None]
     if not used:
         raise HvpipeError(

@@ -33,6 +33,7 @@ from hvpipe.keras.compat import (
 )
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
 from hvpipe.keras.data_parallel.compressed_reduce import check_gradient_compression
+from hvpipe.keras.data_parallel.copies import forget_copies, keep_in_copies
 from hvpipe.keras.data_parallel.elastic import check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
 from hvpipe.keras.data_parallel.local_rounds import RoundOptions, check_local, check_no_rounds, round_options
@@ -52,6 +53,7 @@ from hvpipe.keras.initial_state import (
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
+from hvpipe.keras.training_alone import refuse_alone
 from hvpipe.keras.variables import average_variables
 from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session, current, plainly
@@ -163,6 +165,19 @@ def data_parallel(
         model.fit(hk.shard(dataset), epochs=3)
         ```
     """
+    again = functools.partial(
+        data_parallel,
+        overlap=overlap,
+        every=every,
+        outer_learning_rate=outer_learning_rate,
+        outer_momentum=outer_momentum,
+        compression=compression,
+        bucket_bytes=bucket_bytes,
+        warmup_steps=warmup_steps,
+        sync_batch_norm=sync_batch_norm,
+        verify_every=verify_every,
+        nonfinite=nonfinite,
+    )
     mode = overlap_named(overlap)
     given = (every, outer_learning_rate, outer_momentum)
     if mode.reduces_gradients:
@@ -195,6 +210,7 @@ def data_parallel(
     overlap_options = OverlapOptions(warmup_steps, rounds, session.settings.elastic)
     steps = TrainSteps(session, model, methods, mode, overlap_options, options, verify_every, sync_batch_norm)
     DataParallel(model, methods, steps).attach()
+    keep_in_copies(model, again)
     return model
 
 
@@ -255,6 +271,7 @@ class DataParallel:
         if self.steps.sync_batch_norm:
             normalise_alone(self.model)
         vars(self.model).pop("_hvpipe", None)
+        forget_copies(self.model)
         self.model.train_function = None
         self.model.test_function = None
 
@@ -268,6 +285,7 @@ class DataParallel:
         """
         model, steps = self.model, self.steps
         steps.complete()
+        steps.compares_next = True
         self._set = False
         statistics = self.statistics()
         sums = checksums(model, statistics, self.equal_slots()) if steps.ready else (0.0, 0.0)
@@ -348,6 +366,7 @@ class DataParallel:
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         model, own = self.model, self._methods.own("fit")
         check_compiled(model, "fit")
+        refuse_alone(model, "fit")
         if not takes(own, "callbacks"):
             raise HvpipeError(
                 "fit should take callbacks, or pass **kwargs on to Keras: data_parallel adds callbacks. "
@@ -455,6 +474,7 @@ class DataParallel:
         return FinishAtEveryBatch(self.steps.flush, self.end_epoch)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_alone(self.model, "evaluate")
         own, return_dict, given = self._named("evaluate", args, kwargs)
         if is_own_validation(given):  # which resets the metrics before the epoch ends
             self._means = means_in_logs(self.model)
@@ -506,6 +526,7 @@ class DataParallel:
                 'overlap="local" needs fit: train_on_batch averages logs over ranks at every call. '
                 "Received: a call of train_on_batch"
             )
+        refuse_alone(self.model, "train_on_batch")
         self._set = self._set and self.steps.ready  # the first step takes rank 0's weights anyway
         before = self.steps.train_counter.total()
         own, return_dict, given = self._named("train_on_batch", args, kwargs)

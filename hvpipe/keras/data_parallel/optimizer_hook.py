@@ -20,6 +20,7 @@ from hvpipe.keras.data_parallel.overlap import Buckets, Overlap
 from hvpipe.keras.data_parallel.shards import with_first_tensor
 from hvpipe.keras.data_parallel.step_findings import StepFindings, UpdateInGraph
 from hvpipe.keras.data_parallel.step_marks import StepMarks
+from hvpipe.keras.training_alone import note_averaged, note_hooked
 from hvpipe.keras.variables import identity
 from hvpipe.session import Session
 
@@ -91,6 +92,7 @@ class OptimizerHook:
         self._guard = None if options.nonfinite == "ignore" else NonfiniteGuard(options.nonfinite, optimizer)
         self._plans: dict[tuple[tuple[int, ...], frozenset[int]], Buckets] = {}
         self._plan_for(variables)
+        note_hooked(session, optimizer)
         self._in_step = False
         self._samples: Any = None
         self._graph: Any = None  # of the step
@@ -143,6 +145,7 @@ class OptimizerHook:
         """Stand in for `optimizer.apply`: reduce, and update when the overlap mode says so."""
         known = trained_variables(self.optimizer) if trainable_variables is None else trainable_variables
         variables = list(known)
+        note_averaged(self._session)
         if not self._overlap.reduces_gradients:
             self.applied = True
             type(self.optimizer).apply(self.optimizer, grads, variables)

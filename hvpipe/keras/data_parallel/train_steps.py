@@ -27,10 +27,11 @@ from hvpipe.keras.data_parallel.overlap import BackwardOverlap, Overlap, Overlap
 from hvpipe.keras.data_parallel.shards import SampleCounter, batch_of, fingerprint_of, first_leaf
 from hvpipe.keras.data_parallel.step_findings import StepFindings
 from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
-from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, verify_equal
+from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, tell_of_unaveraged, verify_equal
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.initial_state import build_state, start_equal, warn_of_own_batches, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
+from hvpipe.keras.training_alone import step_of, tell_of_optimizers
 from hvpipe.keras.variables import identity
 from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session
@@ -92,6 +93,8 @@ class TrainSteps:
         self._steps_run = 0  # those before a resume included
         self._steps_before = 0  # a resume
         self._verify_every = verify_every
+        self.compares_next = True
+        """Whether to look for weights that nobody averages after the next step: the first one of a `fit`."""
         self.sync_batch_norm = sync_batch_norm
         """Whether layers normalise over all ranks, until `detach`."""
         self._guarded: Any = None  # the optimizer of a single rank whose `apply` has a guard
@@ -339,6 +342,10 @@ class TrainSteps:
         self._steps_run = before + steps
         # The call has updated with the gradients of the step before, if that is left to the next step.
         self._hook.look_for_nonfinite(self._steps_run - (1 if self.overlap.defers else 0))
+        if self.compares_next and self.overlap.exact and self.session.world.size > 1:
+            self.hold()
+            tell_of_unaveraged(self.session, self.model)
+        self.compares_next = False
         every = self._verify_every
         if every and self._steps_run // every > before // every:
             self.hold()
@@ -530,13 +537,16 @@ class TrainSteps:
         samples = self.train_counter.add(batch)
         data = self._hook.begin(samples, data)
         reductions = self.session.announcements
-        logs = self._methods.own("train_step")(data)
+        with step_of(self.session, self.model) as step:
+            logs = self._methods.own("train_step")(data)
         if self.session.announcements == reductions and not self._hook.applied:
             raise HvpipeError(
                 "train_step should update with the optimizer given to compile, or with others wrapped in "
                 "hvpipe.keras.DistributedOptimizer; otherwise the ranks' weights drift apart. "
                 f"Received: train_step of {type(self.model).__name__}, which reduces no gradient"
             )
+        if step.found:
+            tell_of_optimizers(self.session, self.model, step.found)
         self._hook.end()
         return logs
 

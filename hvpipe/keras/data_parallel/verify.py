@@ -11,7 +11,8 @@ import numpy as np
 
 from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.compat import layers_in, own_statistics
-from hvpipe.keras.initial_state import shared_slots
+from hvpipe.keras.initial_state import checksum_of, shared_slots
+from hvpipe.keras.training_alone import tell_of_optimizers
 from hvpipe.keras.variables import name_of
 from hvpipe.session import Session
 
@@ -40,14 +41,43 @@ def verify_equal(session: Session, variables: Sequence[Any], step: int) -> None:
 
     The error names the first such variable, and the ranks that differ from most others.
     """
+    different = _different(session, variables, f"verifying {len(variables)} variables after step {step}")
+    if different:
+        place, sums = next(iter(different.items()))
+        raise difference(step, name_of(variables[place]), sums, len(different), len(variables))
+
+
+def _different(session: Session, variables: Sequence[Any], what: str) -> dict[int, dict[int, int]]:
+    """Return the checksums by rank of the variables that differ, by their places; collective."""
     mine = np.array([[checksum(variable) for variable in variables]], np.int64)
-    session.engine.agree(f"verifying {len(variables)} variables after step {step}")
+    session.engine.agree(what)
     everyone = session.engine.allgather(mine)
-    different = [place for place, sums in enumerate(everyone.T) if len(set(sums.tolist())) > 1]
-    if not different:
+    sums = {place: dict(enumerate(each.tolist())) for place, each in enumerate(everyone.T)}
+    return {place: each for place, each in sums.items() if len(set(each.values())) > 1}
+
+
+def tell_of_unaveraged(session: Session, model: Any) -> None:
+    """After the first step of a `fit`, tell of nets whose weights differ between ranks; collective.
+
+    Raises:
+        HvpipeError: If there are any and the session is strict.
+    """
+    weights = {id(v) for v in model.weights}
+    variables = [v for v in equal_on_all_ranks(model) if id(v) in weights]
+    if len(set(session.engine.agree("weights after the first step of fit", checksum_of(variables)))) == 1:
         return
-    sums = dict(enumerate(everyone.T[different[0]].tolist()))
-    raise difference(step, name_of(variables[different[0]]), sums, len(different), len(variables))
+    different = _different(session, variables, "the weights that differ after the first step of fit")
+    found = {id(variables[place]) for place in different}
+    nets = [
+        f"{layer.name} ({count} of {len(layer.weights)} weights)"
+        for layer in model.layers
+        if (count := sum(id(v) in found for v in layer.weights))
+    ]
+    names = ", ".join(name_of(variables[place]) for place in list(different)[:3])
+    received = ", ".join(nets) or names
+    tell_of_optimizers(
+        session, model, [f"{received} differ between ranks after the first step, beginning with {names}"]
+    )
 
 
 def difference(step: int, name: str, sums: Mapping[int, int], different: int, compared: int) -> MismatchError:

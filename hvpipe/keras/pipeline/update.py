@@ -19,6 +19,7 @@ from hvpipe.keras.pipeline.optimizer_settings import clipping_optimizer
 from hvpipe.keras.pipeline.shared_variables import SharedVariables, dtype_of_sum, widest_sum
 from hvpipe.keras.pipeline.step_checks import StepChecks
 from hvpipe.keras.pipeline.tensor_channel import PendingSum, TensorChannel
+from hvpipe.keras.training_alone import note_averaged
 from hvpipe.plan.buckets import cut_buckets, fitting_bytes
 from hvpipe.session import Session
 
@@ -247,6 +248,8 @@ class PipelineUpdate:
                 f"batches of more micro-batches instead. Received: global_clipnorm={limit}, "
                 f"gradient_accumulation_steps={clipping.gradient_accumulation_steps}"
             )
+
+        note_averaged(self._session, self.variables)  # by micro-batches, and over the ranks that hold them
 
         def apply(norm: Any, factor: Any, *gradients: Any) -> None:
             found = list(gradients)

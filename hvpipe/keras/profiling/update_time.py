@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvpipe.keras.profiling.footprint import OptimizerSlots, trained_variables, weight_bytes
 from hvpipe.keras.profiling.stopwatch import Stopwatch, TimedCall
+from hvpipe.keras.training_alone import alone
 
 _LARGE_BYTES = 32 << 20
 """More than caches hold, as in a stage's weights."""
@@ -44,7 +45,8 @@ def _time_s(slots: OptimizerSlots, shapes: list[list[int]], stopwatch: Stopwatch
         optimizer.build(variables)
         apply = tf.function(lambda *found: optimizer.apply(list(found), variables), autograph=False)
         call = TimedCall(lambda: apply(*[gradient.read_value() for gradient in sums]), 0, 0)
-        return stopwatch.in_turn_s([call])[0]
+        with alone():
+            return stopwatch.in_turn_s([call])[0]
     except (TypeError, ValueError):
         # An optimizer for the weights of particular layers only: its updates count as 0 s.
         return 0.0

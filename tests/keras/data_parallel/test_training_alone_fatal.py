@@ -1,0 +1,32 @@
+"""A rank that alone trains what nobody averages: told when the job ends, or its end under --strict."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from distributed import expect_fatal, launch
+
+SCRIPT = """
+import keras
+import numpy as np
+import hvpipe
+import hvpipe.keras as hk
+
+hvpipe.init()
+if hvpipe.rank() == 1:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="probe")
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0)
+hvpipe.barrier()
+"""
+
+
+def test_a_rank_that_alone_trains_a_model(tmp_path: Path) -> None:
+    script = tmp_path / "case.py"
+    script.write_text(SCRIPT)
+    result = launch(2, [script], limit_s=90)
+    assert result.returncode == 0, result.describe()
+    assert len(re.findall("hvpipe: model probe trains alone on this rank", result.output)) == 1, result.output
+    says = r"rank 1 of 2 on \S+ failed:\n(?s:.*)HvpipeError: model probe trains alone on this rank"
+    expect_fatal(2, script, says=says, within_s=90, env={"HVPIPE_STRICT": "1"})
