@@ -15,6 +15,7 @@ from typing import Any
 
 from hvpipe.atomic_file import atomic_file
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import read_plain
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,6 +25,9 @@ else:
 
 MOST = 1e18
 """The largest number in a file. Sums and quotients of such numbers stay finite."""
+
+MOST_BYTES = 1 << 28
+"""The most bytes of a file. A larger one would fill the memory before anything in it is checked."""
 
 _KINDS = {
     "hvpipe-profile": "a profile of a model",
@@ -72,6 +76,13 @@ class Table:
         """Return a text that can be printed in a table: not empty, without line breaks and escapes."""
         value = self.text(field)
         return value if is_name(value) else str(self._refuse(field, NAME, value))
+
+    def file_name(self, field: str) -> str:
+        """Return the name of a file beside the document: no path, which could lead anywhere."""
+        value = self.text(field)
+        if Path(value).name != value or value == ".." or not is_name(value):
+            self._refuse(field, "the name of a file beside it", value)
+        return value
 
     def name_or_empty(self, field: str) -> str:
         """Return a text as `name` does, or an empty one."""
@@ -205,7 +216,7 @@ def read_document(path: str | os.PathLike[str]) -> Table:
     source = Path(path)
     kind = "TOML" if source.suffix == ".toml" else "JSON"
     try:
-        text = source.read_text(encoding="utf-8")
+        text = read_plain(source, MOST_BYTES).decode()
         document = tomllib.loads(text) if kind == "TOML" else json.loads(text, object_pairs_hook=_once)
     except OSError as error:
         raise HvpipeError(f"{source} should be a {kind} file. Received: {error.strerror}") from error

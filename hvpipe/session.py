@@ -26,7 +26,7 @@ from hvpipe.comm.flight_record import (
 from hvpipe.comm.job_folder import abort_sign, tell_end, tell_joined
 from hvpipe.comm.native import LeftToParent, import_native
 from hvpipe.comm.rank_gpu import may_have_gpu
-from hvpipe.comm.settings import Settings, job_name
+from hvpipe.comm.settings import Settings, job_name, strange_job_folder
 from hvpipe.comm.settings import settings as read_settings
 from hvpipe.comm.world import World, open_world
 from hvpipe.errors import HvpipeError, name_lost
@@ -100,6 +100,8 @@ class Session:
             logger.warning("hvpipe: these variables of Horovod have no effect here: %s", names)
         if settings.unknown and self.world.rank == 0:
             logger.warning("hvpipe: unknown variables, which have no effect: %s", ", ".join(settings.unknown))
+        if (why := strange_job_folder()) is not None and self.world.local_rank == 0:
+            logger.warning("hvpipe: HVPIPE_JOB_FOLDER is not used on %s. Received: %s", self.world.host, why)
         settings = _with_settings_of_rank_0(settings, self.world)
         self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
         self.layout = self._gather_layout()
@@ -540,7 +542,7 @@ def local_rank() -> int:
 
     Example:
         ```python
-        cache = f"/tmp/cache-{hvpipe.local_rank()}"  # ranks of one host share /tmp
+        cache = Path.home() / f"cache-{hvpipe.local_rank()}"  # ranks of one host share its disks
         ```
     """
     return current().world.local_rank

@@ -70,6 +70,12 @@ def cases() -> dict[str, Fault]:
         "disk": Fault("full disk (tmpfs) under the checkpoints", goes_on, _full_disk, ("checkpoint",), root),
         "blip": Fault("a link down for 2 s", goes_on, partial(_link, 2.0), later, root),
         "link": Fault("a link down for good", ends, partial(_link, None), PHASES[:4], root),
+        "stranger": Fault(
+            "another user makes the job folder first, full of links",
+            f"{goes_on}; it names folder and owner, and writes nothing there",
+            _stranger,
+            missing=root,
+        ),
         "job": Fault(
             "kill -9 of the whole job while it writes checkpoints",
             "started again, it ends with the same weights, bit for bit",
@@ -265,6 +271,32 @@ def _link(down_s: float | None, phase: str, chance: random.Random) -> Trial:
             says = "HVPIPE_SHUTDOWN_TIMEOUT" if phase == "flush" else "DeadlineError"
             return _judge_end(ended, folder, DEADLINE_S, (says, "rank "))
         return _judge_going_on(ended, folder, 2, options=steps)
+
+
+def _stranger(phase: str, chance: random.Random) -> Trial:
+    """As on the other hosts of a job, where anybody can make the folder that HVPIPE_JOB_FOLDER names."""
+    ranks, nobody = 4, 65534
+    with _folder() as folder:
+        victim, job = folder / "victim", folder / "hvpipe-run-of-a-stranger"
+        victim.write_text("precious")
+        names = ["stop", "aborting", "joined", *(f"flight/rank-{rank}.flight" for rank in range(ranks))]
+        for path in (job / name for name in names):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(victim)
+        laid = sorted(job.rglob("*"))
+        for path in (job, *laid):
+            os.lchown(path, nobody, nobody)
+        where, _ = _place(phase, chance, ranks)
+        command = _hvpipe_run(ranks, folder, "--fault", "mark", *where, "--job-folder", job)
+        flight = command.index("--flight-recorder")
+        del command[flight : flight + 2]  # it would be used instead of the job folder
+        trial = _judge_going_on(_run(command), folder, ranks, f"{job} belongs to nobody (user {nobody})")
+        problem = _problem(
+            (bool(trial.problem), trial.problem),
+            (victim.read_text() != "precious", "the victim's file was written"),
+            (sorted(job.rglob("*")) != laid, "the stranger's folder was written"),
+        )
+        return Trial(problem, trial.after_s, trial.output)
 
 
 def _whole_job(phase: str, chance: random.Random) -> Trial:

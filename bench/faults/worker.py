@@ -149,7 +149,10 @@ def main() -> None:
     parser.add_argument("--jump", type=int, default=0)
     parser.add_argument("--group", type=Path)
     parser.add_argument("--checkpoints", type=Path)
+    parser.add_argument("--job-folder", help="what a rank of another host would see as that of `hvpipe run`")
     options = parser.parse_args()
+    if options.job_folder is not None:
+        os.environ["HVPIPE_JOB_FOLDER"] = options.job_folder
     hvpipe.init()
     Job(options).run()
 

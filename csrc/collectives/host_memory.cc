@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -11,6 +12,16 @@
 #include "core/mpi_error.h"
 
 namespace hvpipe {
+namespace {
+
+// Whether an open file is this user's alone, and has so many bytes: a shorter one would end the process.
+bool IsOwn(int file, std::size_t bytes) {
+  struct stat found = {};
+  return fstat(file, &found) == 0 && S_ISREG(found.st_mode) && found.st_uid == geteuid() &&
+         (found.st_mode & (S_IRWXG | S_IRWXO)) == 0 && static_cast<std::size_t>(found.st_size) >= bytes;
+}
+
+}  // namespace
 
 void HostMemory::CheckRanks(int size) {
   if (static_cast<std::size_t>(size) > kMostRanksOfHost) {
@@ -54,9 +65,15 @@ FileHostMemory::FileHostMemory(const std::string& path, std::size_t offset, int 
   rank_ = rank;
   // From its start, because an offset must be a multiple of the system's page size.
   mapped_bytes_ = offset + static_cast<std::size_t>(size) * bytes;
-  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  mapped_ = file < 0 ? MAP_FAILED : mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  const int why = errno;
+  const int file = open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC);
+  int why = errno;
+  mapped_ = MAP_FAILED;
+  if (file >= 0 && !IsOwn(file, mapped_bytes_)) {
+    why = EACCES;
+  } else if (file >= 0) {
+    mapped_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    why = errno;
+  }
   if (file >= 0) close(file);
   if (mapped_ == MAP_FAILED) {
     throw Error("The ranks of a host should be able to map " + path +

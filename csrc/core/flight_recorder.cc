@@ -27,7 +27,9 @@ void CopyText(char (&target)[size], std::string_view text) {
 }
 
 void* MapFile(const std::string& path, std::size_t bytes) {
-  const int file = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  // A file of its own, never what another user's link leads to.
+  unlink(path.c_str());
+  const int file = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
   // Reserved now: a full disk would otherwise end the process with SIGBUS.
   int problem = file < 0 ? errno : posix_fallocate(file, 0, static_cast<off_t>(bytes));
   void* memory = MAP_FAILED;

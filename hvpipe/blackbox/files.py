@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import read_plain
 
 SUFFIX = ".flight"
 
@@ -86,7 +87,7 @@ def read_flight(path: Path) -> Flight:
         HvpipeError: It is no such file, or it is cut off.
     """
     try:
-        data = path.read_bytes()
+        data = read_plain(path, _EVENTS_AT + _MOST_EVENTS * _EVENT.size)
     except OSError as error:
         raise HvpipeError(f"{path} should be a flight recorder's file. Received: {error.strerror}") from error
     if len(data) < _EVENTS_AT or data[: len(_MAGIC)] != _MAGIC:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 
 from hvpipe.checkpoints.files import Sink
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import open_plain
 
 
 def write_arrays(sink: Sink, values: Mapping[str, Any]) -> None:
@@ -28,13 +31,34 @@ def plain(value: Any) -> Any:
 
 
 def read_arrays(path: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read these arrays of a .npz.
+    """Read these arrays of a .npz. They take no more memory than the file has bytes, which a manifest states.
 
     Raises:
-        HvpipeError: The file is damaged or lacks a name.
+        HvpipeError: The file is damaged, lacks a name, or has arrays that `write_arrays` does not write.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in names}
-    except (EOFError, KeyError, OSError, ValueError, zipfile.BadZipFile) as error:
+        with open_plain(path) as file, zipfile.ZipFile(file) as archive:
+            left_bytes, found = os.fstat(file.fileno()).st_size, {}
+            for name in names:
+                entry = archive.getinfo(f"{name}.npy")
+                left_bytes -= entry.file_size
+                if entry.compress_type != zipfile.ZIP_STORED or left_bytes < 0:
+                    raise ValueError(f"{name} is packed, or takes more bytes than the file has")
+                found[name] = _read_array(archive, entry)
+            return found
+    except (EOFError, KeyError, OSError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
         raise HvpipeError(f"{path} should be unchanged. Received: {type(error).__name__}: {error}") from error
+
+
+def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Any:
+    """Read one array, whose head must not promise more than follows: NumPy would take the memory first."""
+    with archive.open(entry) as opened:
+        version = np.lib.format.read_magic(opened)
+        if version != (1, 0):  # which write_array chooses for the heads of plain arrays
+            raise ValueError(f"{entry.filename} has version {version} of the format")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(opened)
+        promised, following = math.prod(shape) * dtype.itemsize, entry.file_size - opened.tell()
+        if dtype.hasobject or min(shape, default=0) < 0 or promised != following:
+            raise ValueError(f"{entry.filename} promises {dtype}{list(shape)}, and {following} bytes follow")
+    with archive.open(entry) as opened:
+        return np.lib.format.read_array(opened, allow_pickle=False)

@@ -10,6 +10,7 @@ from typing import BinaryIO, Protocol
 
 from hvpipe.atomic_file import atomic_file
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import open_plain
 
 _CHUNK_BYTES = 1 << 20
 
@@ -82,7 +83,7 @@ def damage(folder: Path, record: FileRecord) -> str | None:
         if size_bytes != record.size_bytes:
             return f"{path} has {size_bytes} bytes instead of {record.size_bytes}"
         found = hashlib.sha256()
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 found.update(chunk)
     except FileNotFoundError:

@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -34,6 +35,7 @@ from hvpipe.checkpoints.manifest import (
 )
 from hvpipe.config_file import read_document
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import check_own, is_own, user_on
 
 _DAMAGED = ".damaged"
 _locks: dict[Path, int] = {}  # open files of locks that this process holds
@@ -59,6 +61,8 @@ def begin(folder: Path, step: int, run: str) -> Path:
     """Make the place of a new checkpoint; every rank may call it."""
     place = folder / name_of(step, run)
     place.mkdir(parents=True, exist_ok=True)
+    if not is_own(place, os.geteuid()):  # another user may have made it, or the file server gives it to one
+        check_own(place, user_on(folder))
     sync_folder(folder)
     return place
 
@@ -138,8 +142,8 @@ def check_folder(folder: Path) -> None:
     """Make the folder if it does not exist. Raises HvpipeError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
+        probe = folder / f".probe-{secrets.token_hex(6)}"
+        probe.touch(exist_ok=False)
         probe.unlink()
     except OSError as error:
         raise HvpipeError(
@@ -158,7 +162,7 @@ def claim(folder: Path) -> str:
     if lock in _locks and os.fstat(_locks[lock]).st_nlink > 0:  # the folder may have been made anew
         return "held"
     try:
-        file = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        file = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
         return "unknown"
     try:

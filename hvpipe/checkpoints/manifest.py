@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hvpipe.checkpoints.files import FileRecord, UnreadableError, write_file
-from hvpipe.config_file import Table, read_document
+from hvpipe.config_file import MOST_BYTES, Table, read_document
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import read_plain
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "hvpipe-training-checkpoint", 1
@@ -96,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        path.read_bytes()
+        read_plain(path, MOST_BYTES)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -132,9 +133,7 @@ def part_document(part: RankPart) -> dict[str, Any]:
 def read_part(table: Table) -> RankPart:
     """Read a part from JSON. Raises HvpipeError if a field is missing."""
     file = table.table("file")
-    name = file.text("name")
-    if Path(name).name != name:
-        raise HvpipeError(f"{table.place} should name a file beside it. Received: name={name!r}")
+    name = file.file_name("name")
     return RankPart(
         rank=table.integer("rank"),
         file=FileRecord(name, file.integer("size_bytes"), file.text("sha256")),

@@ -15,6 +15,7 @@ from typing import Any
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import make_own, user_on
 
 _STACK_SIGNAL = signal.SIGRTMIN + 5  # batch systems and launchers use none of these
 _BYTES = 4096 + 128 * 1000  # of a recorder
@@ -26,10 +27,11 @@ _stack_file: int | None = None
 def flight_path(settings: Settings, world: World) -> str:
     """Return the file of this rank's recorder; "" to keep it in memory. Collective."""
     if settings.flight_folder is not None:
-        start = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        start = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(8)}"  # nobody can make it first
         folder = Path(settings.flight_folder) / world.broadcast_object(start)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_own(folder, user_on(folder.parent))
         except OSError as error:
             raise HvpipeError(
                 "HVPIPE_FLIGHT_RECORDER should be a folder that every rank can write. "
@@ -45,8 +47,9 @@ def _path_with_room(folder: Path, rank: int) -> str:
     """Return the file of a recorder that nobody asked for, so a full disk must not end the job; else ""."""
     path = folder / f"rank-{rank}.flight"
     try:
-        folder.mkdir(exist_ok=True)
-        with path.open("wb") as file:
+        make_own(folder)
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, _BYTES)
     except OSError:
         with contextlib.suppress(OSError):

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
+from hvpipe.own_folder import is_own, make_own, read_own
 
 STOPPED = 75
 """What all ranks exit with after a checkpoint that they were asked for: EX_TEMPFAIL of sysexits.h."""
@@ -26,6 +26,7 @@ PREFIX = "hvpipe-run-"
 """What the names of job folders begin with."""
 
 _OLD_S = 24 * 3600.0
+_MOST_BYTES = 1 << 24  # that anybody tells in one file
 
 _STOP = "stop"
 _CHECKPOINT = "checkpoint"
@@ -41,7 +42,7 @@ def new_job_folder() -> Iterator[Path]:
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             old = time.time() - left.lstat().st_mtime > _OLD_S
-            if old and is_own_folder(left) and not is_running(left):
+            if old and is_own(left) and not is_running(left):
                 shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         lock = os.open(name, os.O_RDONLY)
@@ -50,15 +51,6 @@ def new_job_folder() -> Iterator[Path]:
             yield Path(name)
         finally:
             os.close(lock)
-
-
-def is_own_folder(path: Path) -> bool:
-    """Tell whether a path is a folder of this user. Among temporary files, anybody can make one."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def is_running(folder: Path) -> bool:
@@ -77,14 +69,14 @@ def is_running(folder: Path) -> bool:
 
 
 def ask_to_stop(folder: Path) -> None:
-    """Ask the ranks to write a checkpoint and exit with STOPPED."""
-    folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have removed it
+    """Ask the ranks to write a checkpoint and exit with STOPPED. Raises OSError if that cannot be told."""
+    make_own(folder)  # somebody may have removed it
     (folder / _STOP).touch()
 
 
 def asked_to_stop(folder: Path) -> bool:
     """Tell whether `ask_to_stop` has asked this rank."""
-    return (folder / _STOP).exists()
+    return is_own(folder) and (folder / _STOP).exists()
 
 
 @contextlib.contextmanager
@@ -102,7 +94,7 @@ def listening(folder: Path, rank: int) -> Iterator[None]:
 
 def any_listens(folder: Path) -> bool:
     """Tell whether a rank of this host stops when asked. Ranks that were killed have left their sign."""
-    return any(_lives(path) for path in folder.glob("listening-*"))
+    return is_own(folder) and any(_lives(path) for path in folder.glob("listening-*"))
 
 
 def tell_checkpoint(folder: Path, place: Path) -> None:
@@ -113,13 +105,18 @@ def tell_checkpoint(folder: Path, place: Path) -> None:
 
 def last_checkpoint(folder: Path) -> str | None:
     """Return the last checkpoint that the job completed; None before the first."""
-    path = folder / _CHECKPOINT
-    return os.fsdecode(path.read_bytes()) if path.exists() else None
+    told = read_own(folder / _CHECKPOINT, _MOST_BYTES)
+    return None if told is None else os.fsdecode(told)
 
 
 def abort_sign(folder: Path) -> Path:
     """Return the file by which a rank says that it ends all ranks, because of an error."""
     return folder / "aborting"
+
+
+def any_aborts(folder: Path) -> bool:
+    """Tell whether a rank of this host has said by `abort_sign` that it ends all ranks."""
+    return is_own(folder) and abort_sign(folder).exists()
 
 
 def tell_error(folder: Path, rank: int, text: str) -> None:
@@ -131,7 +128,8 @@ def tell_error(folder: Path, rank: int, text: str) -> None:
 
 def errors(folder: Path) -> list[str]:
     """Return the errors that ranks of this host have told."""
-    return [path.read_text() for path in sorted(folder.glob("error-*"))]
+    told = [read_own(path, _MOST_BYTES) for path in sorted(folder.glob("error-*"))]
+    return [text.decode(errors="replace") for text in told if text is not None]
 
 
 def tell_joined(folder: Path | None) -> None:
@@ -143,7 +141,7 @@ def tell_joined(folder: Path | None) -> None:
 
 def any_joined(folder: Path) -> bool:
     """Tell whether a rank of this host has joined the others."""
-    return (folder / "joined").exists()
+    return is_own(folder) and (folder / "joined").exists()
 
 
 def tell_checkpoints(folder: Path, checkpoints: Path) -> None:
@@ -161,17 +159,13 @@ def tell_end(job: str | None, checkpoints: Path | None) -> None:
     """
     place = _place(job, checkpoints) if job else None
     if job and place is not None:
-        with contextlib.suppress(OSError):
-            (place / _end_file(job)).touch()
+        with contextlib.suppress(OSError), atomic_file(place / _end_file(job)):
+            pass
 
 
 def read_end(job: Path) -> bool:
     """Tell whether `tell_end` has told of an end of this job."""
-    paths = [folder / _end_file(str(job)) for folder in _places(job)]
-    found = [path for path in paths if path.exists()]
-    for path in found:
-        path.unlink(missing_ok=True)
-    return bool(found)
+    return bool(_take(job, _end_file(str(job))))
 
 
 @dataclass(frozen=True)
@@ -199,21 +193,39 @@ def tell_loss(job: str, checkpoints: Path, ranks: Sequence[int], step: int) -> N
 
 def read_loss(job: Path) -> Loss | None:
     """Return what `tell_loss` has told of this job; None if it has not."""
-    found = None
-    for folder in _places(job):
-        path = folder / _loss_file(str(job))
-        if path.exists():
-            told = json.loads(path.read_text())
-            found = Loss(tuple(told["ranks"]), told["step"])
-            path.unlink()
-    return found
+    found = _take(job, _loss_file(str(job)))
+    if not found:
+        return None
+    told = json.loads(found[-1])
+    return Loss(tuple(told["ranks"]), told["step"])
+
+
+def _take(job: Path, name: str) -> list[bytes]:
+    """Return what this user's ranks have told in files of this name, and remove the files.
+
+    They are in the job folder, or beside the checkpoints. That folder may be one of several users. Its owner
+    counts, too, who could as well change the checkpoints; a file server may give him what this user writes.
+    """
+    places: dict[Path, tuple[int, ...]] = {job: ()}
+    if told := read_own(job / _CHECKPOINTS, _MOST_BYTES):
+        checkpoints = Path(os.fsdecode(told))
+        with contextlib.suppress(OSError):
+            places[checkpoints] = (checkpoints.stat().st_uid,)
+    texts = [(folder / name, read_own(folder / name, _MOST_BYTES, users)) for folder, users in places.items()]
+    found = {path: text for path, text in texts if text is not None}
+    for path in found:
+        path.unlink(missing_ok=True)
+    return list(found.values())
 
 
 def _lives(sign: Path) -> bool:
     """Tell whether the process that a file names is there."""
     try:
-        os.kill(int(sign.read_text()), 0)
-    except (FileNotFoundError, ProcessLookupError):
+        told = read_own(sign, _MOST_BYTES)
+        if told is None:
+            return False
+        os.kill(int(told), 0)
+    except ProcessLookupError:
         return False
     except (OSError, ValueError):  # it may be
         return True
@@ -222,15 +234,7 @@ def _lives(sign: Path) -> bool:
 
 def _place(job: str, checkpoints: Path | None) -> Path | None:
     """Return where a rank tells something: in the job folder, or else beside the checkpoints."""
-    return Path(job) if Path(job).is_dir() else checkpoints
-
-
-def _places(job: Path) -> list[Path]:
-    """Return where ranks may have told something."""
-    told = job / _CHECKPOINTS
-    with contextlib.suppress(OSError):
-        return [job, Path(os.fsdecode(told.read_bytes()))]
-    return [job]
+    return Path(job) if is_own(Path(job)) else checkpoints
 
 
 def _loss_file(job: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from hvpipe.comm import horovod_variables
 from hvpipe.comm.job_folder import abort_sign
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import is_own, why_not_own
 
 Backend = Literal["mpi", "tcp"]
 NcclSpan = Literal["world", "host"]
@@ -258,9 +259,18 @@ def job_name(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def job_folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder that `hvpipe run` shares with the ranks of its host; None outside of such a job."""
+    """Return the folder that `hvpipe run` shares with the ranks of its host; None outside of such a job.
+
+    On other hosts anybody could have made it, so it counts only if it is this user's.
+    """
     text = job_name(environ)
-    return Path(text) if text and os.path.isdir(text) else None
+    return Path(text) if text and is_own(Path(text)) else None
+
+
+def strange_job_folder(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return why `job_folder` does not count what is there; None if it counts, or nothing is there."""
+    text = job_name(environ)
+    return why_not_own(Path(text)) if text else None
 
 
 def _live(env: Mapping[str, str], default: bool) -> tuple[bool, str | None]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from hvpipe.errors import LaunchError
 
+# Programs take a name that begins with a dash for an option, and some options of ssh run a command.
+_NAME = re.compile(r"(?:[a-zA-Z0-9_][\w.-]*@)?[a-zA-Z0-9_][a-zA-Z0-9_.-]{0,252}", re.ASCII)
+
 
 @dataclass(frozen=True)
 class HostSlots:
@@ -14,6 +17,14 @@ class HostSlots:
 
     name: str
     slots: int
+
+    def __post_init__(self) -> None:
+        """Refuse a name that ssh or mpirun would take for an option, or for more than a name."""
+        if not _NAME.fullmatch(self.name):
+            raise LaunchError(
+                "A host should be a name or an address, of letters, digits, dots, dashes and underscores. It "
+                f"begins with no dash, as in node-1.example or user@node-1. Received: {self.name!r}"
+            )
 
 
 def parse_hosts(text: str) -> tuple[HostSlots, ...]:

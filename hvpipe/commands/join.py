@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
-from hvpipe.comm.job_folder import PREFIX, any_listens, ask_to_stop, is_own_folder, is_running
+from hvpipe.comm.job_folder import PREFIX, any_listens, ask_to_stop, is_running
 from hvpipe.commands import lost_hosts
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import LaunchSpec
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import is_own
 
 _RUNNING, _WANTED = "running.json", "wanted.json"
 
@@ -144,18 +145,17 @@ def register(folder: Path, places: Places, agent: str | None, least: int) -> Non
 def wanted(folder: Path) -> Places | None:
     """Return the places that `hvpipe join` has asked for in this job folder; None if it has not."""
     path = folder / _WANTED
-    return _read(path)[1] if path.exists() else None
+    return _read(path)[1] if is_own(folder) and path.exists() else None
 
 
 def _jobs() -> Iterator[tuple[int, tuple[Path, Places]]]:
     """Yield this user's jobs on this host, by the PID of `hvpipe run`."""
-    for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_RUNNING}")):
-        if not is_own_folder(path.parent):  # it could name any command
-            continue
-        with contextlib.suppress(OSError, ValueError):
-            pid, places = _read(path)
-            if is_running(path.parent):
-                yield pid, (path.parent, places)
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+        # Another user's could name any command.
+        if is_own(folder) and (folder / _RUNNING).exists() and is_running(folder):
+            with contextlib.suppress(OSError, ValueError):
+                pid, places = _read(folder / _RUNNING)
+                yield pid, (folder, places)
 
 
 def _choose(jobs: Mapping[int, tuple[Path, Places]], pid: int | None) -> tuple[Path, Places]:

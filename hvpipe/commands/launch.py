@@ -19,6 +19,8 @@ BINDINGS = ("none", "core", "numa", "socket")
 _NAMING_HOSTS = frozenset(
     f"{dash}{name}" for dash in ("-", "--") for name in ("host", "hostfile", "machinefile", "hosts", "H", "f")
 )
+# A name that began with a dash would be an option of mpirun.
+_NETWORKS = re.compile(r"[a-zA-Z0-9_][\w.:/@,-]*", re.ASCII)
 # Variables that belong to one host, user session or process; ranks on other hosts keep theirs.
 _OF_ONE_HOST = re.compile(
     "HOME|HOST|HOSTNAME|LOGNAME|USER|MAIL|SHELL|SHLVL|PWD|OLDPWD|TERM|DISPLAY|TMP|TEMP|TMPDIR|PS1|LS_COLORS|_"
@@ -78,6 +80,11 @@ class LaunchSpec:
             raise LaunchError(
                 f"{self.ranks} ranks need {self.ranks} slots: give the hosts more slots (--hosts a:2,b:2), "
                 f"or start fewer ranks (-np). Received: -np {self.ranks} with {slots} slots on {listed}"
+            )
+        if self.network is not None and not _NETWORKS.fullmatch(self.network):
+            raise LaunchError(
+                "--net should name interfaces or networks, as in eth0 or 10.0.0.0/24. "
+                f"Received: --net {self.network!r}"
             )
         if ":" in self.command:
             raise LaunchError(

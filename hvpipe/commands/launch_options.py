@@ -14,12 +14,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from hvpipe.atomic_file import target_of
 from hvpipe.comm.native import read_build_info
 from hvpipe.commands import launch, mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hostfile, parse_hosts
 from hvpipe.commands.supervise import JOB_FOLDER, supervise
+from hvpipe.config_file import MOST_BYTES
 from hvpipe.errors import LaunchError
 from hvpipe.monitor import core_binding
+from hvpipe.own_folder import read_plain
 
 Supervise = Callable[[Sequence[str], Mapping[str, str]], int]
 """Runs a command with an environment; returns its exit code."""
@@ -119,9 +122,10 @@ def output_path(option: str, value: str) -> str:
     target = Path(value).absolute()
     if not os.path.isdir(target.parent) or os.path.isdir(target):
         raise LaunchError(f"{option} should be a file in a folder that exists. Received: {option} {value!r}")
-    if os.path.exists(target) and not target.is_file():
-        return str(target)  # a device or a pipe
     try:
+        target_of(target)
+        if os.path.exists(target) and not target.is_file():
+            return str(target)  # a device or a pipe
         # Files are first written beside their final place.
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix="."), suppress(FileNotFoundError):
             os.stat(target)  # no file can have a name that is too long
@@ -177,7 +181,7 @@ def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
     if options.hostfile is None:
         return ()
     try:
-        text = Path(options.hostfile).read_text()
+        text = read_plain(options.hostfile, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"--hostfile should be a readable text file. Received: --hostfile {options.hostfile!r}: {error}"

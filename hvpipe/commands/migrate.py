@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hvpipe.atomic_file import atomic_file
@@ -18,7 +17,9 @@ from hvpipe.commands.migrate_hints import find_hints
 from hvpipe.commands.migrate_imports import Note, move_imports
 from hvpipe.commands.migrate_source import PythonSource
 from hvpipe.commands.terminal import has_colours
+from hvpipe.config_file import MOST_BYTES
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import read_plain
 
 _COLOURS = {b"---": "1", b"+++": "1", b"@@ ": "36"}  # the first three characters of a line
 _SIGNS = {b"-": "31", b"+": "32"}
@@ -172,7 +173,7 @@ def _lines(raw: bytes) -> list[bytes]:
 
 def _read(name: str) -> bytes:
     try:
-        return Path(name).read_bytes()
+        return read_plain(name, MOST_BYTES)
     except OSError as error:
         raise HvpipeError(
             f"The files should be Python files. Received: {name}: {error.strerror or error}"

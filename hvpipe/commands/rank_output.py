@@ -12,15 +12,18 @@ copier is a separate process. It ends when all processes that can write into the
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvpipe.comm.discover import discover
 from hvpipe.errors import HvpipeError, LaunchError
+from hvpipe.own_folder import check_own, user_name, user_on
 
 _MODULE, _APPEND = "hvpipe.commands.rank_output", "--append"
 _READ_BYTES = 1 << 16
@@ -76,9 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         launch = discover()
         if launch.rank is None or launch.size is None:
             raise LaunchError(f"The launcher should tell each rank its number. Received: {launch}")
-        own = rank_folder(Path(folder), launch.rank, launch.size)
-        own.mkdir(parents=True, exist_ok=True)
-        files = {name: _open(own / name, append) for name in _STREAMS}
+        files = open_files(rank_folder(Path(folder), launch.rank, launch.size), append)
     except (HvpipeError, OSError) as error:
         print(f"hvpipe run: --output-filename: {error}", file=sys.stderr)
         return 2
@@ -87,8 +88,39 @@ def main(arguments: Sequence[str]) -> int:
     os.execv(program[0], program)
 
 
-def _open(path: Path, append: bool) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC), 0o666)
+def open_files(own: Path, append: bool) -> dict[str, int]:
+    """Open the files of a rank for writing; make its folder if it is missing.
+
+    Args:
+        own: The folder.
+        append: Whether to keep what is in the files.
+
+    Raises:
+        OSError: They cannot be written, or another user has put something in their place.
+    """
+    own.mkdir(parents=True, exist_ok=True)
+    user = user_on(own.parent)
+    check_own(own, user)
+    folder = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        return {name: _open(folder, own / name, append, user) for name in _STREAMS}
+    finally:
+        os.close(folder)
+
+
+def _open(folder: int, path: Path, append: bool, user: int) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_APPEND if append else 0)
+    file = os.open(path.name, flags, 0o666, dir_fd=folder)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != user:
+        os.close(file)
+        raise PermissionError(
+            errno.EACCES, f"{path} of {user_name(found.st_uid)} should be a file of {user_name(user)}"
+        )
+    os.set_blocking(file, True)
+    if not append:
+        os.truncate(file, 0)
+    return file
 
 
 def _start_copier(files: dict[str, int]) -> None:

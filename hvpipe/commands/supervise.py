@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from hvpipe.comm.job_folder import STOPPED, abort_sign, any_listens, ask_to_stop
+from hvpipe.comm.job_folder import STOPPED, any_aborts, any_listens, ask_to_stop
 from hvpipe.errors import LaunchError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -171,7 +171,7 @@ class _Supervisor:
         Open MPI waits for the daemons of all hosts. If the link to one of them is down, it waits for ever.
         """
         while not done.wait(1.0):
-            if abort_sign(self._folder).exists():
+            if any_aborts(self._folder):
                 break
         if done.wait(_STUCK_S):
             return
@@ -207,7 +207,8 @@ class _Supervisor:
             try:
                 ask_to_stop(self._folder)
             except OSError as error:  # a full disk: the ranks that listen do so for SIGTERM, too
-                print(f"hvpipe run: the ranks cannot be asked for a checkpoint: {error}", file=sys.stderr)
+                why = error.strerror or error
+                print(f"hvpipe run: the ranks cannot be asked for a checkpoint: {why}", file=sys.stderr)
             else:
                 self._after(self._grace.checkpoint_s, self._forward, number)
                 return

@@ -14,7 +14,8 @@ from pathlib import Path
 from hvpipe.comm.settings import live_folder
 from hvpipe.commands.terminal import has_colours
 from hvpipe.errors import HvpipeError
-from hvpipe.monitor.status_files import GONE_S, RankStatus, RunningJob, check_own, read_jobs, status_root
+from hvpipe.monitor.status_files import GONE_S, RankStatus, RunningJob, read_jobs, status_root
+from hvpipe.own_folder import check_own
 
 _SILENT_S = 5.0  # a rank that has been silent for longer is marked
 _LONGEST_S = 86_400.0
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         try:
             check_own(root)
         except PermissionError as error:
-            raise HvpipeError(f"The folder of jobs should be yours. Received: {error}") from error
+            raise HvpipeError(f"The folder of jobs should be yours. Received: {error.strerror}") from error
     job = choose(read_jobs(root), options.job, root)
     if options.json:
         print(json.dumps(to_json(job), indent=1))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvpipe.atomic_file import atomic_file
+from hvpipe.own_folder import is_own, make_own, open_plain, read_at_most, user_on
 
 GONE_S = 30.0
 """A rank that has been silent for longer was killed, or its host cannot be reached."""
@@ -20,6 +21,7 @@ GONE_S = 30.0
 JOB_PREFIX = "hvpipe-job-"
 _SWEPT_S = 3600.0
 _OTHERS = "others.json"
+_MOST_BYTES = 1 << 26  # of a file: more than a hundred thousand ranks write
 _MOST = 1e18
 """No figure of a rank is larger."""
 _CLOCKS_S = 2.0
@@ -94,12 +96,6 @@ class RunningJob:
         return min(rank.began_s for rank in self.ranks)
 
 
-def check_own(root: Path) -> None:
-    """Raise PermissionError if a folder in a place where anybody can make one is another user's."""
-    if root.exists() and root.stat().st_uid != os.getuid():
-        raise PermissionError(f"{root} belongs to another user")
-
-
 def status_root(folder: str | None) -> Path:
     """Return where jobs report: `folder`, or this user's folder in /dev/shm or among temporary files."""
     if folder is not None:
@@ -113,13 +109,15 @@ class StatusFolder:
     """A job's folder with a file of this rank. `close` removes both. May raise OSError."""
 
     def __init__(self, folder: str | None, job: str, rank: int) -> None:
-        root = status_root(folder)
-        root.mkdir(mode=0o700, exist_ok=True)
+        root, user = status_root(folder), None
         if folder is None:
-            check_own(root)
-        _sweep(root)
+            make_own(root)
+        else:
+            root.mkdir(mode=0o700, exist_ok=True)
+            user = user_on(root)
+        _sweep(root, user)
         self._folder = root / f"{JOB_PREFIX}{job}"
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        make_own(self._folder, user)
         self._mine = self._folder / f"rank-{rank}.json"
         self._others = self._folder / _OTHERS
 
@@ -181,8 +179,9 @@ def _read_folder(folder: Path, ahead_s: float | None) -> list[RankStatus]:
     others: list[RankStatus] = []
     late_s: dict[int, float] = {}  # by how much this host's clock is ahead of a rank's
     for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError), open(path) as file:
-            document, written_s = json.load(file), os.fstat(file.fileno()).st_mtime
+        with contextlib.suppress(OSError, ValueError, RecursionError), open_plain(path) as file:
+            written_s = os.fstat(file.fileno()).st_mtime
+            document = json.loads(read_at_most(file, _MOST_BYTES, path))
             found = map(RankStatus.from_json, document if isinstance(document, list) else [document])
             statuses = [one for one in found if one is not None]
             if path.name == _OTHERS:
@@ -205,13 +204,15 @@ def _write(path: Path, document: object) -> None:
         file.write(json.dumps(document).encode())
 
 
-def _sweep(root: Path) -> None:
+def _sweep(root: Path, user: int | None) -> None:
     """Remove the files of killed jobs, and nothing else: the user may have named any folder."""
     for folder in root.glob(f"{JOB_PREFIX}*"):
         with contextlib.suppress(OSError):
+            if not is_own(folder, user):
+                continue
             names = ("rank-*.json", _OTHERS, ".*.json.*.partial")
             files = [path for name in names for path in folder.glob(name)]
-            newest_s = max((path.stat().st_mtime for path in files), default=folder.stat().st_mtime)
+            newest_s = max((path.lstat().st_mtime for path in files), default=folder.stat().st_mtime)
             if time.time() - newest_s > _SWEPT_S:
                 for path in files:
                     path.unlink()

@@ -14,6 +14,7 @@ from statistics import median
 
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World
+from hvpipe.log import logger
 from hvpipe.monitor.status_datagrams import ReceiverAddress, StatusReceiver, StatusSender
 from hvpipe.monitor.status_files import RankStatus, StatusFolder
 from hvpipe.trace.sample import Sample, Utilization, summarise_samples
@@ -67,8 +68,16 @@ class StatusReporter:
         self._before: tuple[float, TrainingProgress] | None = None
         self._folder: StatusFolder | None = None
         self._sender: StatusSender | None = None
-        with contextlib.suppress(OSError):
+        try:
             self._folder = StatusFolder(folder, job.job, world.rank)
+        except PermissionError as error:
+            if world.local_rank == 0:
+                why = error.strerror or error
+                logger.warning(
+                    "hvpipe: `hvpipe top` cannot show the ranks of %s. Received: %s", world.host, why
+                )
+        except OSError:
+            pass
         if job.receiver is not None and job.host != world.host:
             with contextlib.suppress(OSError):
                 self._sender = StatusSender(job.receiver)

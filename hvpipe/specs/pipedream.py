@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hvpipe.config_file import MOST, NAME, is_name
+from hvpipe.config_file import MOST, MOST_BYTES, NAME, is_name
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import read_plain
 from hvpipe.specs.layer_cost import LayerCost
 
 
 def read_graph(source: Path, slots_per_weight: float) -> tuple[list[LayerCost], list[tuple[str, str]]]:
     """Return the layers and edges of a graph; see `hvpipe.plan.read_pipedream`."""
     try:
-        lines = source.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_plain(source, MOST_BYTES).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HvpipeError(f"{source} should be a PipeDream graph. Received: {error}") from error
     layers: list[LayerCost] = []

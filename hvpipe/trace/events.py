@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from hvpipe.atomic_file import atomic_file
 from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import open_plain, read_at_most
 
 CATEGORIES = (
     "step",
@@ -33,6 +34,7 @@ CATEGORIES = (
 """The categories that hvpipe records or forecasts. "utilization" events are samples, drawn as curves."""
 
 _US = 1e6
+_MOST_BYTES = 1 << 30  # of a file, also of one that is packed into less
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,8 @@ class Trace:
         """Read a trace that `write` wrote; raise HvpipeError if the file is not a trace."""
         source = Path(path)
         try:
-            with gzip.open(source, "rt") if source.suffix == ".gz" else open(source) as file:
-                document = json.load(file)
+            with open_plain(source) as plain, _unpacked(plain, source) as file:
+                document = json.loads(read_at_most(file, _MOST_BYTES, source))
         except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
             raise HvpipeError(f"A trace should be a Chrome JSON file. Received: {source}: {error}") from error
         if not isinstance(document, dict):
@@ -212,6 +214,10 @@ class Trace:
                 f"A trace should be a JSON object. Received: {source}: {type(document).__name__}"
             )
         return Trace.from_chrome_json(document)
+
+
+def _unpacked(file: BinaryIO, source: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if source.suffix == ".gz" else file
 
 
 def _chrome_events(events: tuple[Event, ...]) -> Iterator[dict[str, Any]]:

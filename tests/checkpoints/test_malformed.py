@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from hvpipe.errors import HvpipeError
 
 WRONG = st.one_of(
     st.sampled_from(
-        ["", "../../etc/passwd", "\ud800", -1, 1e308, 10**400, float("nan"), None, [], {}, [[]], True]
+        ["", "../../etc/passwd", "..", "\ud800", -1, 1e308, 10**400, float("nan"), None, [], {}, [[]], True]
     ),
     st.text(max_size=4),
     st.integers(),
@@ -52,7 +53,7 @@ def _read(folder: Path, text: str) -> None:
     except HvpipeError:
         return
     for part in found.parts:
-        assert Path(part.file.name).name == part.file.name
+        assert Path(part.file.name).name == part.file.name != ".."
 
 
 @examples(30)
@@ -93,3 +94,25 @@ def test_a_pickle_among_the_arrays_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HvpipeError, match="should be unchanged"):
         read_arrays(tmp_path / "rank-0.npz", ["weights/0"])
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_small_file_does_not_fill_the_memory(tmp_path: Path) -> None:
+    """Regression: 3 MB could become 3 GB, and a head of 128 bytes could ask for any memory."""
+    path = tmp_path / "rank-0.npz"
+    np.savez_compressed(path, **{"weights/0": np.zeros(1 << 20)})
+    assert path.stat().st_size < 1 << 16
+    with pytest.raises(HvpipeError, match="weights/0 is packed, or takes more bytes than the file has"):
+        read_arrays(path, ["weights/0"])
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f8", "fortran_order": False, "shape": (1 << 50,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("weights/0.npy", head.getvalue() + bytes(8))
+    with pytest.raises(HvpipeError, match=r"promises float64\[1125899906842624\], and 8 bytes follow"):
+        read_arrays(path, ["weights/0"])
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("weights/0.npy", bytes(1 << 10))
+    content = path.read_bytes()
+    size = (1 << 10).to_bytes(4, "little")
+    path.write_bytes(content.replace(size, (1 << 31).to_bytes(4, "little")))
+    with pytest.raises(HvpipeError, match="is packed, or takes more bytes than the file has"):
+        read_arrays(path, ["weights/0"])

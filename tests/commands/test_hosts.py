@@ -44,3 +44,37 @@ def test_a_hostfile_without_hosts() -> None:
 def test_a_host_named_twice() -> None:
     with pytest.raises(LaunchError, match=r"each host once. Received: --hosts 'a:1,a:2'"):
         parse_hosts("a:1,a:2")
+
+
+NO_NAMES = [
+    "-oProxyCommand=id",
+    "-x",
+    "a;id",
+    "a$(id)",
+    "a b",
+    "../a",
+    "a/b",
+    "a[1-2]",
+    "@a",
+    "-x@a",
+    "a@-x",
+    "\u202ea",
+]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_name_that_a_program_could_take_for_something_else(name: str) -> None:
+    """Regression: a name with a dash was an option of ssh, some of which run a command."""
+    with pytest.raises(
+        LaunchError, match=r"A host should be a name|each line of --hostfile|--hosts should be"
+    ):
+        parse_hosts(f"b:2,{name}:2")
+    with pytest.raises(LaunchError, match=r"A host should be a name|Each line of --hostfile"):
+        parse_hostfile(f"b\n{name} slots=2\n", "hosts")
+    with pytest.raises(LaunchError, match="A host should be a name"):
+        HostSlots(name, 1)
+
+
+@pytest.mark.parametrize("name", ["a", "node-1.example", "10.0.0.1", "me@node_1", "1a"])
+def test_names(name: str) -> None:
+    assert parse_hosts(f"{name}:2") == parse_hostfile(f"{name} slots=2", "hosts") == (HostSlots(name, 2),)

@@ -112,8 +112,8 @@ def test_jobs_that_cannot_go_on(job: Path) -> None:
 
 def test_folders_of_other_users_are_not_trusted(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: anybody could name the command that asks a host, or keep every job from starting."""
-    user = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(HvpipeError, match=r"One `hvpipe run` should be running .* Received: none"):
         ask("c:1")
     pipe = job.with_name(f"{PREFIX}pipe")

@@ -188,6 +188,17 @@ def test_mpich_needs_an_interface_name() -> None:
         mpirun_command(replace(SPEC, mpirun=MPICH, network="10.0.0.0/24"))
 
 
+def test_names_of_networks() -> None:
+    """A name with a dash would be an option of mpirun."""
+    for name in ("-x", "--allow-run-as-root", "", "eth0;id", "a b"):
+        with pytest.raises(
+            LaunchError, match=f"--net should name interfaces or networks.* Received: --net '{name}'"
+        ):
+            replace(SPEC, network=name)
+    for name in ("eth0", "ib0,ib1", "10.0.0.0/24", "eth0.7", "fd00::/8"):
+        replace(SPEC, network=name)
+
+
 def test_settings_for_what_hydra_has_no_flags_for() -> None:
     assert launcher_settings(replace(SPEC, network="eth1", allocated=True), {}) == {}
     mpich = replace(SPEC, mpirun=MPICH, network="eth1")

@@ -54,9 +54,9 @@ def write(root: Path, *ranks: RankStatus) -> None:
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HVPIPE_LIVE", raising=False)
     monkeypatch.setattr(top, "status_root", lambda folder: tmp_path)
-    user = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    with pytest.raises(HvpipeError, match="belongs to another user"):
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(HvpipeError, match=rf"{tmp_path} belongs to .*user {user}\b.*not to .*{user + 1}"):
         top.run(argparse.Namespace(interval=1.0, job=None, json=True), {})
 
 

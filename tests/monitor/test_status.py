@@ -116,8 +116,8 @@ def test_files_of_a_killed_job_are_removed_and_nothing_else(tmp_path: Path) -> N
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_files, "status_root", lambda _: tmp_path)
-    monkeypatch.setattr(status_files.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(PermissionError):
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match=f"{tmp_path} belongs to"):
         StatusFolder(None, "a-1", 0)
 
 

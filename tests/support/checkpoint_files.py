@@ -103,7 +103,7 @@ def dying_at(count: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
         return call
 
     def opened(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        if "w" not in mode:
+        if not {"w", "x"} & set(mode):
             return real_open(file, mode, *arguments, **named)
         operation()
         return _DyingFile(real_open(file, mode, *arguments, **named), operation)

@@ -274,7 +274,7 @@ class CheckpointedFit:
                         "end one of them, or give it a folder of its own.",
                         folder,
                     )
-                (folder / probe).touch()
+                (folder / probe).touch(exist_ok=False)
             return claimed == "locked"
 
         def see() -> None:
@@ -289,7 +289,7 @@ class CheckpointedFit:
                 with contextlib.suppress(OSError):
                     os.listdir(folder.parent)  # asks an NFS server for folders that were missing before
             mine = folder / f"{probe}-{session.world.rank}"
-            mine.touch()
+            mine.touch(exist_ok=False)
             mine.unlink()
 
         what = f"opening the checkpoints in {folder}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvpipe.atomic_file import atomic_file
-from hvpipe.checkpoints.arrays import plain
+from hvpipe.checkpoints.arrays import read_arrays, write_arrays
 from hvpipe.config_file import Table, read_document, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
@@ -129,11 +128,8 @@ def _next_serial(folder: Path) -> int:
 
 def _write_shard(folder: Path, name: str, variables: Mapping[str, Any]) -> Shard:
     """Write a .npz, one array at a time."""
-    file = atomic_file(folder / name, sync=True)
-    with file as opened, zipfile.ZipFile(opened, "w", allowZip64=True) as archive:
-        for key, variable in variables.items():
-            with archive.open(f"{key}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, plain(variable.numpy()), allow_pickle=False)
+    with atomic_file(folder / name, sync=True) as file:
+        write_arrays(file, variables)
     return Shard(name, (folder / name).stat().st_size, tuple(variables))
 
 
@@ -186,7 +182,7 @@ def _read(folder: Path, state: RankState, optimizer: Any, rank: int) -> dict[str
     index = read_document(folder / INDEX)
     index.check_format(FORMAT, VERSION)
     shards = [
-        Shard(table.text("file"), table.integer("bytes"), tuple(table.texts("names")))
+        Shard(table.file_name("file"), table.integer("bytes"), tuple(table.texts("names")))
         for table in index.tables("shards")
     ]
     return read_shards(folder, index, shards, state, optimizer, rank)
@@ -246,15 +242,13 @@ def _values(
     """Read each variable from its source, one shard after the other."""
     found = {}
     for file in sorted({shard_of[source].file for source in sources.values()}):
-        try:
-            with np.load(folder / file, allow_pickle=False) as archive:
-                for name, source in sources.items():
-                    if shard_of[source].file == file:
-                        found[name] = _as_variable(archive[source], wanted[name])
-        except (KeyError, ValueError, zipfile.BadZipFile) as error:
-            raise HvpipeError(
-                f"{folder / file} should be unchanged. Received: {type(error).__name__}: {error}"
-            ) from error
+        of_file = {name: source for name, source in sources.items() if shard_of[source].file == file}
+        values = read_arrays(folder / file, dict.fromkeys(of_file.values()))
+        for name, source in of_file.items():
+            try:
+                found[name] = _as_variable(values[source], wanted[name])
+            except ValueError as error:
+                raise HvpipeError(f"{folder / file} should be unchanged. Received: {error}") from error
     return found
 
 

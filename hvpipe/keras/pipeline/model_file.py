@@ -13,14 +13,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvpipe.config_file import MOST_BYTES
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
 from hvpipe.keras.pipeline.state_names import RankState, numbers_of, optimizer_names, unbuilt_copy
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
+from hvpipe.own_folder import open_plain
 from hvpipe.session import Session
 
 _ABSENT = object()
+_WEIGHTS_IN_A_FILE = 8  # times all weights: optimizers have up to some four values for each
 
 
 def write_whole(
@@ -87,6 +90,7 @@ def read_whole(
 
     def read() -> dict[str, Any]:
         stand_in = None
+        _check_size(path, state)
         if _optimizer_in(path) in (None, *_classes_of(optimizer_of(pipeline))):
             stand_in = _OptimizerStandIn.of(optimizer_of(pipeline), model, state)
         found: dict[str, Any] = {}
@@ -342,6 +346,25 @@ def _classes_of(optimizer: Any) -> list[str]:
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     return [type(optimizer).__name__, *([] if inner is None else _classes_of(inner))]
+
+
+def _check_size(path: Any, state: RankState) -> None:
+    """Raise HvpipeError if a .keras file unpacks to far more than the model and an optimizer take."""
+    if not os.fspath(path).endswith(".keras") or os.path.isdir(path):
+        return
+    shapes = [(one.variable.shape, one.variable.dtype) for one in state.variables]
+    weights_bytes = sum(int(np.prod(shape)) * tf.as_dtype(dtype).size for shape, dtype in shapes)
+    most_bytes = _WEIGHTS_IN_A_FILE * weights_bytes + MOST_BYTES
+    try:
+        with open_plain(path) as file, zipfile.ZipFile(file) as archive:
+            received_bytes = sum(entry.file_size for entry in archive.infolist())
+    except (OSError, zipfile.BadZipFile) as error:
+        raise HvpipeError(f"{os.fspath(path)} should be a .keras file. Received: {error}") from error
+    if received_bytes > most_bytes:
+        raise HvpipeError(
+            f"{os.fspath(path)} should be a file of this model, and unpack to {most_bytes:,} bytes at most. "
+            f"Received: {received_bytes:,} bytes"
+        )
 
 
 def _optimizer_in(path: Any) -> str | None:

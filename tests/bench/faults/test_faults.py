@@ -8,7 +8,14 @@ import pytest
 
 from bench.faults.cases import LIMIT_S, cases
 
-PLACES = {"memory": "flush", "clock": "reduce", "disk": "checkpoint", "link": "reduce", "job": "checkpoint"}
+PLACES = {
+    "memory": "flush",
+    "clock": "reduce",
+    "disk": "checkpoint",
+    "link": "reduce",
+    "job": "checkpoint",
+    "stranger": "pack",
+}
 
 
 @pytest.mark.timeout(4 * LIMIT_S)

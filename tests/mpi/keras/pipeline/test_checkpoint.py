@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from saved_pipelines import (
 import hvpipe
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.pipeline import checkpoint as pipeline_checkpoint
+from hvpipe.keras.pipeline import model_file
 from hvpipe.keras.seeds import seeds_of
 from training import by_rank_0
 
@@ -244,7 +246,10 @@ def test_a_checkpoint_with_extra_optimizer_state_is_refused(folder: Path) -> Non
         pipeline(optimizer=lambda: keras.optimizers.Adam(0.1)).load_checkpoint(folder / "amsgrad")
 
 
-@pytest.mark.parametrize("fault", ["no index", "index cut", "another version", "missing", "cut", "changed"])
+@pytest.mark.parametrize(
+    "fault",
+    ["no index", "index cut", "another version", "missing", "cut", "changed", "elsewhere", "above", "packed"],
+)
 def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Path, fault: str) -> None:
     damaged = folder / "damaged"
     if hvpipe.rank() == 0:
@@ -259,6 +264,15 @@ def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Pat
             index.write_text(json.dumps({**json.loads(index.read_text()), "version": 2}))
         elif fault == "missing":
             shard.unlink()
+        elif fault in ("elsewhere", "above"):
+            name = f"../checkpoint/{shard.name}" if fault == "elsewhere" else ".."
+            index.write_text(index.read_text().replace(shard.name, name))
+        elif fault == "packed":
+            with np.load(shard) as arrays:
+                np.savez_compressed(shard, **arrays)
+            document = json.loads(index.read_text())
+            document["shards"][-1]["bytes"] = shard.stat().st_size
+            index.write_text(json.dumps(document))
         else:
             content = bytearray(shard.read_bytes())
             content[200] ^= 1
@@ -271,6 +285,9 @@ def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Pat
         "missing": r"npz is missing",
         "cut": r"npz of \d+ bytes, not \d+",
         "changed": r"npz should be unchanged. Received: BadZipFile",
+        "elsewhere": r"file should be the name of a file beside it. Received: file='../checkpoint/",
+        "above": r"file should be the name of a file beside it. Received: file='..'",
+        "packed": r"npz should be unchanged. Received: ValueError: .* is packed, or takes more bytes",
     }
     pipe = trained.pipe
     before = state(pipe)
@@ -295,7 +312,9 @@ def test_a_path_that_cannot_be_written_is_an_error_on_all_ranks(trained: Trained
         trained.pipe.save(folder / "model.unknown")
 
 
-def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(trained: Trained, folder: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(
+    trained: Trained, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for file in ("none.keras", "none.weights.h5"):
         before = state(trained.pipe)
         with pytest.raises(
@@ -305,6 +324,16 @@ def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(trained: Trained, f
         assert_same(before, state(trained.pipe))
     with pytest.raises(HvpipeError, match=r"ends with \.keras, .*Received: '.*/old\.h5'"):
         trained.pipe.load(folder / "old.h5")
+    if hvpipe.rank() == 0:  # a small file that would fill the memory
+        with zipfile.ZipFile(folder / "large.keras", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("config.json", bytes(1 << 22))
+        os.mkfifo(folder / "pipe.keras")
+    hvpipe.barrier()
+    monkeypatch.setattr(model_file, "MOST_BYTES", 1 << 20)
+    with pytest.raises(HvpipeError, match=r"unpack to [\d,]+ bytes at most. Received: 4,194,304 bytes"):
+        trained.pipe.load(folder / "large.keras")
+    with pytest.raises(HvpipeError, match=r"should be a .keras file. Received: .*a named pipe"):
+        trained.pipe.load(folder / "pipe.keras")
 
 
 def with_layers_of(widths: Sequence[int]) -> keras.Model:
