@@ -4,13 +4,14 @@
 #   make test             run everything that CI runs
 #   make test TF=2.18.1   run all tests on that TensorFlow, in a separate venv
 #   make fast             run the planning half, and each way to train once on 2 ranks
+#   make matrix           set up each Python and TensorFlow at the ends of what is supported, test and train (an hour)
 #   make mutations        break one line at a time and check that a test notices
 #   make sanitize         run the engine under AddressSanitizer, UBSan and ThreadSanitizer
 #   make reliability      print the figures of docs/reliability.md: faults, costs, sanitizers, fuzzing (5 hours)
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
 #   make horovod-test     start examples/train.py with a real horovodrun
-#   make setup | lint | plan | races | rest | keras | cuda | wheel | mpich | format | clean
+#   make setup | lint | plan | races | rest | keras | oldest-keras | cuda | wheel | mpich | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
 
@@ -22,6 +23,7 @@ MAKEFLAGS += --no-print-directory
 DEFAULT_TF := $(shell sed -n 's/^tensorflow==//p' constraints.txt)
 OTHER_TF := 2.18.1
 TF ?= $(DEFAULT_TF)
+OLDEST_KERAS := $(shell sed -n 's/^OLDEST = "\(.*\)"/\1/p' hvpipe/keras/supported.py)
 PYTHON ?=
 RANKS ?= 2
 ARGS ?=
@@ -47,7 +49,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel mpich other other-setup mutations races sanitize reliability peers peers-test horovod-test \
+.PHONY: help setup train test lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races sanitize reliability peers peers-test horovod-test \
     format clean
 
 help:
@@ -66,7 +68,7 @@ train: setup
 # The first steps keep one core busy each, so they run two at a time and show failures early. The last steps keep
 # all cores busy. The first failure ends the run. Each step prints how long it took.
 FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint races cuda wheel mpich other-setup)
-LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),other $(if $(wildcard .venv-peers/.stamps/horovod-*),horovod-test))
+LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),oldest-keras other $(if $(wildcard .venv-peers/.stamps/horovod-*),horovod-test))
 
 test: setup
 	@$(TIMED) "first steps" $(MAKE) -j2 --output-sync=target $(FIRST_STEPS) READY=1
@@ -86,7 +88,7 @@ plan: setup
 	@$(TIMED) "tests of the planning half, which can import neither MPI nor TensorFlow" $(PYTEST) -q --planning -n 2
 
 quick: setup
-	@$(TIMED) "quick tests with MPI and TensorFlow $(TF), on 2 ranks" $(PYTEST) -q -n 2 -m quick tests/test_mpi.py
+	@$(TIMED) "quick tests with MPI and TensorFlow $(TF), on 2 ranks" $(PYTEST) -q -n 2 -m quick tests/test_mpi.py tests/keras/test_supported.py
 
 fast: setup
 	@$(TIMED) "fast tests" $(MAKE) -j2 --output-sync=target plan quick READY=1
@@ -109,6 +111,15 @@ mpich: setup
 keras: setup
 	@$(TIMED) "tests that depend on the versions of Keras and TensorFlow, on TensorFlow $(TF)" \
 	    $(PYTEST) -m older_tensorflow $(SIDE_BY_SIDE)
+
+# Each way to train once, on a Keras that is laid over the venv's.
+oldest-keras: setup
+	@$(TIMED) "quick tests with Keras $(OLDEST_KERAS)" .ci/with_keras.sh $(VENV) $(OLDEST_KERAS) \
+	    $(PYTEST) -q -m quick -k "quick-2 or supported" tests/test_mpi.py tests/keras/test_supported.py
+
+# Not part of `test`: it makes five venvs.
+matrix:
+	@.ci/matrix.sh
 
 # Setup leaves this file if no Python here can install the other TensorFlow.
 NO_PYTHON := .venv-tf$(OTHER_TF)/.stamps/no-python
@@ -161,7 +172,7 @@ format: setup
 	@$(CPP_FILES) | xargs -r $(BIN)/clang-format -i
 
 clean:
-	rm -rf .venv .venv-tf* .venv-mpich .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-tf* .venv-matrix .venv-mpich .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache
 
 # The pages and the API reference, in build/site. Fails on broken links and names. Needs no network.
 .PHONY: docs

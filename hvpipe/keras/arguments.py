@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Data that arrives in an order of its own: of TensorFlow and Python, and by name of PyTorch and Grain.
+_ORDERED = (tf.data.Dataset, tf.distribute.DistributedDataset, types.GeneratorType)
+_ORDERED_ELSEWHERE = {"DataLoader", "IterDataset", "MapDataset"}
 
 
 def by_name(
@@ -31,3 +39,21 @@ def takes(method: Callable[..., Any], name: str) -> bool:
     """Return whether a method takes an argument of this name."""
     parameters = inspect.signature(method).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def keep_order(method: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Do not ask Keras to shuffle data that has an order of its own, unless the user does.
+
+    `fit` does by default, and Keras 3.15 warns that it cannot.
+
+    Args:
+        method: The `fit` to call.
+        given: Its arguments by name; may get `shuffle`.
+    """
+    x = given.get("x")
+    if isinstance(x, keras.utils.PyDataset):
+        ordered = x.num_batches is None
+    else:
+        ordered = isinstance(x, _ORDERED) or any(k.__name__ in _ORDERED_ELSEWHERE for k in type(x).__mro__)
+    if ordered and "shuffle" not in given and takes(method, "shuffle"):
+        given["shuffle"] = False

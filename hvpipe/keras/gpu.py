@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from hvpipe.comm.rank_gpu import assign_gpu
+from hvpipe.comm.rank_gpu import assign_gpu, may_have_gpu
 from hvpipe.comm.this_host import cpu_name
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.nvml import list_gpus
@@ -44,7 +46,10 @@ def claim_gpu(session: Session) -> None:
 
     Raises HvpipeError if a host has more ranks than GPUs, or if TensorFlow already holds them all.
     """
-    gpus = tf.config.list_physical_devices("GPU")
+    # Where no driver is, TensorFlow prints an error the first time that it looks for GPUs, and later none.
+    quiet = contextlib.nullcontext() if may_have_gpu(session.settings) else _without_lines(b"cuInit")
+    with quiet:
+        gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         _warn_of_unseen_gpus(session)
         return
@@ -70,6 +75,26 @@ def _warn_of_unseen_gpus(session: Session) -> None:
             "hvpipe: this host has GPUs, but TensorFlow sees none and trains on the CPU. TensorFlow's "
             "messages above say why. Set CUDA_VISIBLE_DEVICES='' if this is intended."
         )
+
+
+@contextlib.contextmanager
+def _without_lines(containing: bytes) -> Iterator[None]:
+    """Leave lines out of what this process writes to standard error, in C++ too; the others come late."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    held = os.memfd_create("stderr")
+    os.dup2(held, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        with open(held, "rb") as lines:
+            lines.seek(0)
+            os.write(2, b"".join(line for line in lines if containing not in line))
 
 
 def device_of_messages(session: Session) -> str | None:

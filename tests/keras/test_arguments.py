@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import pytest
+import tensorflow as tf
 
-from hvpipe.keras.arguments import by_name, takes
+from hvpipe.keras.arguments import by_name, keep_order, takes
 
 
 def base(x: Any = None, y: Any = None, batch_size: Any = None, callbacks: Any = None) -> None:
@@ -51,3 +53,36 @@ def test_which_arguments_a_method_takes() -> None:
     assert takes(some, "callbacks")
     assert not takes(base, "epochs")
     assert not takes(lambda *args: None, "callbacks")
+
+
+class Batches(keras.utils.PyDataset):
+    """A PyDataset of so many batches; None: without an end."""
+
+    def __init__(self, batches: int | None) -> None:
+        super().__init__()
+        self.batches = batches
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.batches
+
+
+@pytest.mark.parametrize(
+    ("given", "shuffle"),
+    [
+        ({"x": tf.data.Dataset.range(2)}, False),
+        ({"x": (i for i in range(2))}, False),
+        ({"x": Batches(None)}, False),
+        ({"x": type("MyLoader", (type("DataLoader", (), {}),), {})()}, False),
+        ({"x": tf.data.Dataset.range(2), "shuffle": True}, True),  # Keras warns whom it helps
+        ({"x": Batches(3)}, None),
+        ({"x": [[1.0]]}, None),
+        ({}, None),
+    ],
+)
+def test_data_with_an_order_of_its_own_is_not_shuffled(given: dict[str, Any], shuffle: bool | None) -> None:
+    without = dict(given)
+    keep_order(base, without)  # which takes no `shuffle`
+    assert without == given
+    keep_order(keras.Model.fit, given)
+    assert given.get("shuffle") is shuffle

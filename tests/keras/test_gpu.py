@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,9 +57,10 @@ def machine(monkeypatch: Any) -> Any:
     return with_gpus
 
 
-def session(local_rank: int, local_size: int, visible_gpus: str | None = None) -> Any:
+def session(local_rank: int, local_size: int, visible_gpus: str | None = None, device: str = "") -> Any:
     world = SimpleNamespace(rank=local_rank, local_rank=local_rank, local_size=local_size)
-    return SimpleNamespace(world=world, settings=SimpleNamespace(visible_gpus=visible_gpus))
+    settings = SimpleNamespace(visible_gpus=visible_gpus, device_library=device)
+    return SimpleNamespace(world=world, settings=settings)
 
 
 def test_a_rank_sees_only_its_own_gpu_with_memory_growth(machine: Any) -> None:
@@ -83,6 +85,22 @@ def test_without_a_gpu_nothing_is_set(machine: Any) -> None:
     gpus = machine(Gpus(0))
     claim_gpu(session(1, 2))
     assert gpus.visible is None
+
+
+def test_without_a_driver_its_absence_is_no_error(machine: Any, monkeypatch: Any, capfd: Any) -> None:
+    """TensorFlow writes to file descriptor 2. What else it says stays, as does all with a driver."""
+
+    class Complains(Gpus):
+        def list_physical_devices(self, kind: str) -> list[str]:
+            os.write(2, b"E0000 failed call to cuInit: UNKNOWN ERROR (303)\nW0000 something else\n")
+            return super().list_physical_devices(kind)
+
+    machine(Complains(0))
+    monkeypatch.setattr("hvpipe.comm.rank_gpu._MADE_BY_DRIVERS", ())
+    claim_gpu(session(0, 1))
+    assert capfd.readouterr().err == "W0000 something else\n"
+    claim_gpu(session(0, 1, device="libdriver.so"))
+    assert "cuInit" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from hvpipe.errors import InitError
 from hvpipe.keras import compat
 from hvpipe.keras.supported import NEWEST, OLDEST, check_installed
 
+pytestmark = pytest.mark.quick
+
 SAYS = (
     rf"Keras {keras.__version__} lacks\. .*tried with Keras {OLDEST} to {NEWEST}: "
     rf"pip install 'keras>=3\.12,<={NEWEST}'\. Received: "

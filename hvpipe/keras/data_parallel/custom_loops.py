@@ -83,6 +83,7 @@ def DistributedOptimizer(
         return optimizer
     hooks: dict[Session, OptimizerHook] = {}
 
+    @without_autograph
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         given = trained_variables(optimizer) if trainable_variables is None else trainable_variables
         variables = list(given)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.arguments import by_name, takes
+from hvpipe.keras.arguments import by_name, keep_order, takes
 from hvpipe.keras.callbacks import average_logs, means_in_logs, reads_at_batches, stop_together
 from hvpipe.keras.collectives.sync_batch_norm import normalise_alone, normalise_over_ranks
 from hvpipe.keras.compat import (
@@ -376,6 +376,7 @@ class DataParallel:
         x = same_length(self.session, given)
         if "x" in given:
             given["x"] = x
+        keep_order(own, given)
         self.fit_call = FitCall(x, given.get("steps_per_epoch"))
         given["callbacks"] = self._with_own_callbacks(given.get("callbacks"))
         self._samples_before_fit = self.steps.train_counter.restart()
@@ -416,6 +417,7 @@ class DataParallel:
         if not takes(own, "callbacks"):
             return own(*args, **kwargs)
         given = by_name(own, args, kwargs, functools.partial(keras.Model.fit, self.model))
+        keep_order(own, given)
         callbacks = given.get("callbacks")
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             given["callbacks"] = in_order(tf.nest.flatten(callbacks) if callbacks else [])

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
-from hvpipe.keras.arguments import by_name
+from hvpipe.keras.arguments import by_name, keep_order
 from hvpipe.keras.callbacks import means_in_logs, stop_together
 from hvpipe.keras.fit_call import FitCall, in_order, running
 from hvpipe.keras.gpu import device_of_messages
@@ -310,6 +310,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         if self.compiled:
             check_same_optimizer(session, self.optimizer)
         named = self._arguments_of(super().fit, args, kwargs)
+        keep_order(super().fit, named)
         listed = in_order(_listed(named.get("callbacks") or []))
         callbacks = with_one_writer(session, listed, ["CSVLogger"])
         make_folders(session, callbacks)
