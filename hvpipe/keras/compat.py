@@ -257,20 +257,17 @@ def reconfigure_callbacks(callbacks: Any, listed: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def epochs_enumerated(model: Any, epoch: Callable[..., Any]) -> Iterator[None]:
-    """Let the `fit` in this block enumerate the batches of an epoch by `epoch(begin, end)`.
+def with_epochs(model: Any, change: Callable[[Any], None]) -> Iterator[None]:
+    """Let the `fit` in this block call `change(epochs)` with its EpochIterator before the first epoch.
 
-    Only so can an epoch get longer while it runs (`EpochIterator._enumerate_iterator`). `fit` passes its
-    iterator to `Trainer._maybe_symbolic_build` first.
+    `fit` passes its iterator to `Trainer._maybe_symbolic_build` first.
     """
     own = model._maybe_symbolic_build
 
     def build(*args: Any, **kwargs: Any) -> Any:
         vars(model).pop("_maybe_symbolic_build", None)
         built = own(*args, **kwargs)
-        epochs = kwargs["iterator"]
-        adapter = epochs.data_adapter
-        vars(epochs)["_enumerate_iterator"] = lambda: epoch(adapter.on_epoch_begin, adapter.on_epoch_end)
+        change(kwargs["iterator"])
         return built
 
     vars(model)["_maybe_symbolic_build"] = build
@@ -278,6 +275,37 @@ def epochs_enumerated(model: Any, epoch: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         vars(model).pop("_maybe_symbolic_build", None)
+
+
+def enumerate_epochs(epochs: Any, epoch: Callable[..., Any]) -> None:
+    """Let an EpochIterator enumerate the batches of an epoch by `epoch(begin, end)`.
+
+    Only so can an epoch get longer while it runs (`EpochIterator._enumerate_iterator`).
+    """
+    adapter = epochs.data_adapter
+    vars(epochs)["_enumerate_iterator"] = lambda: epoch(adapter.on_epoch_begin, adapter.on_epoch_end)
+
+
+def length_of_epoch(epochs: Any) -> int | None:
+    """Return the batches of an EpochIterator's data; None if unknown, or if steps_per_epoch counts."""
+    return None if epochs.steps_per_epoch else epochs.data_adapter.num_batches
+
+
+def cut_epochs(epochs: Any, batches: int) -> None:
+    """Let epochs end after so many batches (`TFEpochIterator._distributed_dataset`). Shorter ranks."""
+    epochs.data_adapter = _Shorter(epochs.data_adapter, batches)
+    epochs._distributed_dataset = epochs._distributed_dataset.take(batches)
+
+
+class _Shorter:
+    """Keras' adapter of some data, with fewer batches."""
+
+    def __init__(self, adapter: Any, num_batches: int) -> None:
+        self._adapter = adapter
+        self.num_batches = num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
 
 
 def dataset_of(iterator: Any) -> Any:

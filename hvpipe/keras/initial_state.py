@@ -115,12 +115,10 @@ def warn_of_own_batches(session: Session, model: Any) -> None:
         )
 
 
-def checksums(model: Any, statistics: Sequence[Any], slots: Sequence[Any]) -> tuple[float, float]:
-    """Return checksums of the state that all ranks share (weights, `slots`), and of `statistics`."""
-    kept = {id(v) for v in statistics}
-    weights = [v for v in model.weights if id(v) not in kept]
-    floating = [v for v in statistics if keras.backend.is_float_dtype(v.dtype)]
-    return checksum_of([*weights, *slots]), checksum_of(floating)
+def shared_checksum(model: Any, untrained: Sequence[Any], slots: Sequence[Any]) -> float:
+    """Return a checksum of the state that all ranks share: weights without those `untrained`, and `slots`."""
+    own = {id(v) for v in untrained}
+    return checksum_of([*(v for v in model.weights if id(v) not in own), *slots])
 
 
 def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str) -> bool:

@@ -1,4 +1,4 @@
-"""Variables on all ranks: their names, and how they are compared, broadcast and averaged."""
+"""Variables on all ranks: their names, how they are compared and broadcast, and which ranks combine."""
 
 from __future__ import annotations
 
@@ -110,31 +110,24 @@ def check_same_variables(session: Session, variables: Sequence[Any]) -> None:
         )
 
 
-def average_variables(session: Session, variables: Sequence[Any], weight: float) -> None:
-    """Set each floating-point variable to its mean over ranks, weighted by `weight`; collective.
+def untrained_in(layers: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return the variables that layers made not to be trained, and how ranks combine the values of each.
 
-    For statistics that every rank computes from its own data, such as BatchNormalization's moving averages:
-    `fit` averages them at the end of each epoch, and `evaluate` before it runs (data_parallel/model.py).
-    The sum is in float64, so a value that is equal on all ranks keeps its bits. `weight` is this rank's, for
-    example its number of samples.
+    That is the variable's `aggregation` in Keras: "mean", "sum", "only_first_replica", or "none", which is
+    also what a variable has that was made without one. BatchNormalization's statistics are means.
     """
-    floating = [v for v in variables if np.issubdtype(np.dtype(_numpy_dtype(v)), np.floating)]
-    total = sum(session.engine.agree("mean of statistics", weight))
-    if not floating or total == 0:
-        return
-    values = [np.asarray(v.numpy()) for v in floating]
-    packed = np.concatenate([v.reshape(-1).astype(np.float64) for v in values]) * (weight / total)
-    mean = session.engine.allreduce(packed, op="sum")
-    start = 0
-    for variable, value in zip(floating, values, strict=True):
-        end = start + value.size
-        variable.assign(mean[start:end].reshape(value.shape).astype(value.dtype))
-        start = end
-
-
-def _numpy_dtype(variable: Any) -> str:
-    name = str(getattr(variable.dtype, "name", variable.dtype))
-    return "float32" if name == "bfloat16" else name
+    found: dict[int, tuple[Any, str]] = {}
+    for layer in layers:
+        statistics: list[Any] = []
+        if isinstance(layer, keras.layers.BatchNormalization):
+            statistics = [getattr(layer, name, None) for name in _STATISTICS]
+        for variable in own_statistics(layer):
+            declared = str(variable.aggregation)
+            if declared == "none" and any(variable is each for each in statistics):
+                declared = "mean"
+            if found.get(id(variable), (None, "none"))[1] == "none":  # several layers may list it
+                found[id(variable)] = variable, declared
+    return list(found.values())
 
 
 def untrained_in(layers: Iterable[Any]) -> list[tuple[Any, str]]:

@@ -17,7 +17,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions, _table_bytes
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
 from hvpipe.keras.data_parallel.overlap import OVERLAPS, NoOverlap
-from hvpipe.keras.data_parallel.shards import SampleCounter
+from hvpipe.keras.data_parallel.samples import SampleCounter, SamplesIn
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.gpu import claim_gpu, device_of_messages, on_the_host, reduces_on_gpu
 from hvpipe.keras.instance_methods import InstanceMethods
@@ -229,7 +229,7 @@ def test_hvpipes_own_numbers_stay_on_the_host(monkeypatch: Any, overlap: str) ->
     monkeypatch.setattr(tf, "Variable", note)
     overlapped = OptimizerHook(session, optimizer, weights, OVERLAPS[overlap](), ReduceOptions())
     with on_the_host():
-        counter = SampleCounter()
+        counter = SampleCounter(SamplesIn(None, lambda batch: tf.shape(batch)[0]))
     monkeypatch.setattr(tf, "Variable", make)
 
     def step() -> None:
@@ -269,7 +269,7 @@ def test_a_single_rank_keeps_its_counters_on_the_models_device(
 
     monkeypatch.setattr(tf, "Variable", note)
     session: Any = SimpleNamespace(world=SimpleNamespace(size=size), sample_counters=[], settings=Settings())
-    TrainSteps(session, None, InstanceMethods(None), NoOverlap, 0, ReduceOptions())
+    TrainSteps(session, None, InstanceMethods(None), NoOverlap, 0, ReduceOptions(), SamplesIn(None))
     assert made == [place, place]
 
 

@@ -2,7 +2,8 @@
 
 weights/3, optimizer/5      shared: rank 0's file has them
 pending/0                   with overlap="stale": the sum that the next step updates with
-own/weights/7               statistics, which each rank computes from its own data
+own/weights/7               the state of layers that each rank computes from its own data
+own/start/7                 of a sum: the value to which ranks have added since
 own/optimizer/9             gradients that are accumulated but not reduced
 optimizers/0.other/5        of other optimizers, for a train_step with several; own/optimizers/ as above
 own/states/1                of recurrent layers with stateful=True
@@ -20,7 +21,7 @@ own/round/difference/3      what this rank's last round took off its weights, if
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_ran
 from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.compat import layers_in, unlisted_variables
 from hvpipe.keras.data_parallel.model import DataParallel
+from hvpipe.keras.data_parallel.untrained_state import UntrainedState
 from hvpipe.keras.fit_call import FitCall
 from hvpipe.keras.initial_state import build_state, is_built, other_optimizers, settle, shared_slots
-from hvpipe.keras.variables import broadcast_variables
+from hvpipe.keras.variables import broadcast_variables, name_of
+from hvpipe.log import logger
 
 _COUNTED, _STEPS, _PENDING = "own/counted", "own/steps", "pending/"
-_OWN_WEIGHTS, _ROUND = "own/weights/", "own/round/"
+_OWN_WEIGHTS, _START, _ROUND = "own/weights/", "own/start/", "own/round/"
 _COMPRESSION = "own/compression/"
 _OTHERS, _RECURRENT = "optimizers/", "own/states/"
 
@@ -63,6 +66,11 @@ class DataParallelState:
     def is_local(self) -> bool:
         """Whether trainable weights are each rank's own."""
         return not self.data_parallel.steps.overlap.reduces_gradients
+
+    @property
+    def untrained(self) -> UntrainedState:
+        """The state of layers that no gradient trains."""
+        return self.data_parallel.steps.untrained
 
     @property
     def fit_call(self) -> FitCall:
@@ -118,6 +126,10 @@ class DataParallelState:
     def samples(self) -> float:
         """Return the samples that this rank has trained on."""
         return self.data_parallel.steps.train_counter.total()
+
+    def samples_in(self, batch: Any) -> Any:
+        """Return how many samples a batch of this rank has."""
+        return self.data_parallel.steps.samples_in(batch)
 
     # --- Names -------------------------------------------------------------------------------------------
 
@@ -175,6 +187,8 @@ class DataParallelState:
         values |= readable({f"{_COMPRESSION}{name}": v for name, v in compression.items()})
         values |= {f"{OWN}{name}": v for name, v in random_state().items()}
         values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.steps.round_state().items()}
+        starts = {i: self.untrained.start_of(v) for i, v in enumerate(self.model.variables)}
+        values |= {f"{_START}{i}": start for i, start in starts.items() if start is not None}
         return values | {_COUNTED: counted, _STEPS: np.array([steps])}
 
     def weight_names(self) -> None:
@@ -198,35 +212,42 @@ class DataParallelState:
             names = [name for name in manifest.parts[0].names if not name.startswith(OWN)]
             shared = read_arrays(place / manifest.parts[0].file.name, names)
         own = _own_values(place, manifest.parts[rank % manifest.ranks])
+        different: set[str] = set()
+        if manifest.ranks != size and rank == 0:
+            different = _different_weights(place, manifest)
         if manifest.ranks != size and self.is_local:
             shared |= _mean_weights(place, manifest) if rank == 0 else {}
             own = _without_round(own)
         if manifest.ranks != size:
             own = self._redistributed(place, manifest, own)
-        return RestoredDataParallel(self, manifest, shared, own)
+        return RestoredDataParallel(self, manifest, shared, own, different)
 
     def _redistributed(self, place: Path, manifest: Manifest, own: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's own values on another number of ranks than the checkpoint's.
 
         Accumulated gradients are sums, so rank 0 goes on with the sum over all ranks; those of "local" stay
-        a rank's own. Metrics and their samples start again, and so does compression. Ranks that are new keep
-        their own random numbers.
+        a rank's own. What ranks have added to a sum goes on with rank 0, too. Metrics and their samples start
+        again, and so does compression. Ranks that are new keep their own random numbers.
         """
         rank = self.session.world.rank
+        types = {str(row[0]): row[3] for row in manifest.model["variables"]}
         rows = () if self.is_local else manifest.model["variables"]
-        sums = {str(row[0]): row[3] for row in rows if "gradient_accumulator" in row[1]}
+        sums = {str(row[0]) for row in rows if "gradient_accumulator" in row[1]}
         kept = {
             name: value
             for name, value in own.items()
             if not name.startswith((f"{OWN}metrics/", _COUNTED, _COMPRESSION))
             and (rank < manifest.ranks or not name.startswith((f"{OWN}random/", f"{OWN}{AT_EPOCH}")))
         }
-        if not sums:
-            return kept
-        others = [_own_values(place, part) for part in manifest.parts] if rank == 0 else []
-        for name in sums.keys() & kept.keys():
-            nothing = np.zeros_like(of_type(kept[name], sums[name]))
-            kept[name] = sum((of_type(other[name], sums[name]) for other in others), start=nothing)
+        starts = {n.replace(_START, _OWN_WEIGHTS): v for n, v in kept.items() if n.startswith(_START)}
+        summed = sums.union(starts) & kept.keys()
+        names = {rank: summed.intersection(part.names) for rank, part in enumerate(manifest.parts)}
+        parts = enumerate(manifest.parts) if rank == 0 and summed else ()
+        others = [read_arrays(place / part.file.name, names[number]) for number, part in parts]
+        for name in summed:
+            dtype = types[name]
+            start = of_type(starts.get(name, np.zeros_like(kept[name])), dtype)
+            kept[name] = sum((of_type(other[name], dtype) - start for other in others), start=start)
         return kept
 
 
@@ -238,15 +259,24 @@ class RestoredDataParallel:
         manifest: The checkpoint.
         shared: On rank 0, what all ranks share, by name.
         own: What is this rank's own, by name.
+        different: On rank 0 of another number of ranks, the names of weights that ranks had values of their
+            own of.
     """
 
     def __init__(
-        self, state: DataParallelState, manifest: Manifest, shared: dict[str, Any], own: dict[str, Any]
+        self,
+        state: DataParallelState,
+        manifest: Manifest,
+        shared: dict[str, Any],
+        own: dict[str, Any],
+        different: Set[str] = frozenset(),
     ) -> None:
         self._state = state
         self._manifest = manifest
         self._shared = shared
         self._own = own
+        self._different = different
+        self._averaged: dict[str, Any] = {}
 
     def set_shared(self) -> None:
         """Set what all ranks share from rank 0's values; collective."""
@@ -256,7 +286,10 @@ class RestoredDataParallel:
         _check_others(state.model, variables, self._manifest)
         if state.is_local and self._manifest.ranks != state.session.world.size:
             # Averages of ranks that were there.
-            variables |= {name: v for name, v in state.own().items() if name.startswith(_OWN_WEIGHTS)}
+            kept = {id(v) for v, how in state.untrained.variables() if how != "mean"}
+            own = state.own().items()
+            self._averaged = {n: v for n, v in own if n.startswith(_OWN_WEIGHTS) and id(v) not in kept}
+            variables |= self._averaged
         if state.session.world.rank == 0:
             _assign(variables, self._shared)
         broadcast_variables(list(variables.values()))
@@ -267,8 +300,12 @@ class RestoredDataParallel:
         state = self._state
         # Keras resets metrics at the beginning of an epoch.
         metrics = state.metrics() if has_metrics(self._manifest) else {}
-        _assign({**state.own(), **metrics}, self._own)
+        own = {name: v for name, v in state.own().items() if name not in self._averaged}
+        _assign({**own, **metrics}, self._own)
         settle(state.model)
+        starts = {n.replace(_START, _OWN_WEIGHTS): v for n, v in self._own.items() if n.startswith(_START)}
+        state.untrained.resume({id(own[n]): as_variable(v, own[n]) for n, v in starts.items() if n in own})
+        self._tell_of_other_ranks(own)
         if _COUNTED in self._own:
             state.data_parallel.steps.train_counter.resume(float(self._own[_COUNTED][0]))
         pending = sum(name.startswith(_PENDING) for name in self._manifest.parts[0].names)
@@ -280,6 +317,21 @@ class RestoredDataParallel:
         )
         state.data_parallel.steps.resume(sums, int(self._own[_STEPS][0]), rounds, compression)
         set_random_state({name.removeprefix(OWN): value for name, value in self._own.items()})
+
+    def _tell_of_other_ranks(self, own: Mapping[str, Any]) -> None:
+        """Warn, once, of variables of which each rank had its own value, on another number of ranks."""
+        kept = {id(v) for v, how in self._state.untrained.variables() if how == "none"}
+        names = [name_of(v) for name, v in own.items() if name in self._different and id(v) in kept]
+        self._different = frozenset()
+        if names:
+            logger.warning(
+                "hvpipe: each of the %d ranks that wrote the checkpoint had its own value of %s. Rank r of "
+                "these %d ranks continues with that of rank r %% %d.",
+                self._manifest.ranks,
+                ", ".join(names[:3]) + (" ..." if len(names) > 3 else ""),
+                self._state.session.world.size,
+                self._manifest.ranks,
+            )
 
     def own_arrays(self) -> dict[str, Any]:
         """Return what is this rank's own, by name."""
@@ -314,6 +366,17 @@ def _own_values(place: Path, part: RankPart) -> dict[str, Any]:
     return read_arrays(place / part.file.name, _names(part, OWN))
 
 
+def _different_weights(place: Path, manifest: Manifest) -> set[str]:
+    """Return the names of weights of which ranks had different values."""
+    found: set[str] = set()
+    first: dict[str, Any] = {}
+    for part in manifest.parts:
+        values = read_arrays(place / part.file.name, _names(part, _OWN_WEIGHTS))
+        first = first or values
+        found |= {name for name, value in values.items() if not np.array_equal(value, first[name])}
+    return found
+
+
 def _mean_weights(place: Path, manifest: Manifest) -> dict[str, Any]:
     """Return each weight averaged over the ranks, or rank 0's value if it is not a float.
 
@@ -331,8 +394,8 @@ def _mean_weights(place: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _without_round(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values without weights, and without a round under way, both of which `_mean_weights` has."""
-    left_out = (_OWN_WEIGHTS, f"{_ROUND}anchor", f"{_ROUND}difference", f"{_ROUND}samples")
+    """Return values without a round under way, which `_mean_weights` has."""
+    left_out = (f"{_ROUND}anchor", f"{_ROUND}difference", f"{_ROUND}samples")
     return {name: value for name, value in own.items() if not name.startswith(left_out)}
 
 

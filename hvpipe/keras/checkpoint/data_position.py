@@ -20,7 +20,7 @@ Then a checkpoint notes that itself:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ import tensorflow as tf
 from hvpipe.checkpoints.manifest import Manifest
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import dataset_of
-from hvpipe.keras.data_parallel.shards import first_leaf, samples_in, source_of
+from hvpipe.keras.data_parallel.shards import source_of
 from hvpipe.keras.fit_call import FitCall
 
 logger = logging.getLogger("hvpipe")
@@ -40,10 +40,11 @@ SOURCE, READ, FIRST_EPOCH, WITHIN = "source", "read", "first_epoch", "within"  #
 
 @dataclass(frozen=True)
 class OwnRank:
-    """This rank, and how many there are now."""
+    """This rank, how many there are now, and how each counts the samples of a batch."""
 
     rank: int
     size: int
+    samples_in: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ def _within_one_iterator(
         _read_over(iterator, before + position.batch if noted is None else noted)
         return ResumedReading(None, position.batch, read=noted)
     earlier = (position.samples - position.epoch_samples) / ranks.size
-    first, samples = _read_over_samples(iterator, earlier)
-    batches, more = _read_over_samples(iterator, position.samples / ranks.size - samples)
+    first, samples = _read_over_samples(iterator, earlier, ranks)
+    batches, more = _read_over_samples(iterator, position.samples / ranks.size - samples, ranks)
     _tell(position.samples - (samples + more) * ranks.size, ranks)
     return ResumedReading(None, batches, read=first + batches)
 
@@ -182,7 +183,7 @@ def _on_other_ranks(
     if source is not None and made > 0:
         found = _after(None, source, made)  # Keras's own was the first
         if noted is None:
-            noted, read = _read_over_samples(found, samples)
+            noted, read = _read_over_samples(found, samples, ranks)
             _tell(samples - read, ranks)
         else:
             _read_over(found, noted)
@@ -195,21 +196,21 @@ def _on_other_ranks(
         _read_over(found, rounds)
         _tell(noted - rounds * ranks.size, ranks, "batches")
         return ResumedReading(None if found is iterator else found, rounds)
-    batches, read = _read_over_samples(found, samples / ranks.size)
+    batches, read = _read_over_samples(found, samples / ranks.size, ranks)
     _tell(samples - read * ranks.size, ranks)
     return ResumedReading(None if found is iterator else found, batches)
 
 
-def _read_over_samples(iterator: Any, samples: float) -> tuple[int, int]:
+def _read_over_samples(iterator: Any, samples: float, ranks: OwnRank) -> tuple[int, float]:
     """Read batches until they hold this many samples; return how many batches and samples that were."""
-    batches = found = 0
-    while found < samples:
+    batches, found = 0, 0.0
+    while found + 0.5 < samples:  # a checkpoint has rounded what `samples=` counts
         try:
             batch = next(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
             break
         batches += 1
-        found += int(samples_in(first_leaf(batch)))
+        found += float(ranks.samples_in(batch))
     return batches, found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest
@@ -82,6 +83,10 @@ class PipelineState:
     def samples(self) -> float:
         """Return the samples of the whole pipeline."""
         return float(self.pipeline.samples_trained)
+
+    def samples_in(self, batch: Any) -> Any:
+        """Return the length of a batch's tensors, which is the same for all."""
+        return tf.nest.flatten(batch)[0].shape[0]
 
     def named(self) -> RankState:
         """Return the state of this rank; collective the first time."""

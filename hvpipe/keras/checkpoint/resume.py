@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Resume:
         self._others = others
         self._model = model
         world = state.session.world
-        self._ranks = OwnRank(world.rank, world.size)
+        self._ranks = OwnRank(world.rank, world.size, state.samples_in)
         self._part = manifest.parts[world.rank % manifest.ranks]
         self._reading = ResumedReading(None, manifest.position.batch)
         self._skipped = 0
@@ -152,7 +153,9 @@ class Resume:
 
     def _read_over(self, iterator: Any) -> None:
         # Where all ranks read the same data, their number does not matter.
-        reading = self._ranks if self._state.shares_data else OwnRank(0, self._manifest.ranks)
+        reading = self._ranks
+        if not self._state.shares_data:
+            reading = replace(reading, rank=0, size=self._manifest.ranks)
         self._reading = on_all_ranks(
             self._state.session,
             "reading over the batches before the checkpoint",

@@ -58,6 +58,9 @@ class TrainingState(Protocol):
         """Return the samples that this rank has trained on since the model was made; those of all ranks
         together if `shares_data` is False."""
 
+    def samples_in(self, batch: Any) -> Any:
+        """Return how many samples of a batch `samples` counts."""
+
     def description(self) -> dict[str, Any]:
         """Return what a model must have to resume, as JSON."""
 

@@ -319,8 +319,10 @@ class Elastic:
         self.data.ended = any(one.ended for one in everyone if one.sections == sections[furthest])
         if min(sections) == max(sections):
             return
-        shared = set(map(identity, self._shared()))
-        broadcast_variables([v for v in self._model.variables if identity(v) not in shared], furthest)
+        untrained = self._steps.untrained
+        others = set(map(identity, [*self._shared(), *(v for v, _ in untrained.variables())]))
+        broadcast_variables([v for v in self._model.variables if identity(v) not in others], furthest)
+        untrained.take_over(furthest)
         if self._sections < sections[furthest]:
             self._sections, self._result = sections[furthest], everyone[furthest].result
 

@@ -20,15 +20,14 @@ from hvpipe.keras.callbacks import average_logs, means_in_logs, reads_at_batches
 from hvpipe.keras.collectives.sync_batch_norm import normalise_alone, normalise_over_ranks
 from hvpipe.keras.compat import (
     check_compiled,
-    epochs_enumerated,
+    enumerate_epochs,
     initial_epoch,
     is_own_validation,
-    layers_in,
     learning_rate_variable,
     metrics_in_order,
-    own_statistics,
     reconfigure_callbacks,
     set_initial_epoch,
+    with_epochs,
     without_cached_data,
 )
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
@@ -39,14 +38,15 @@ from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtE
 from hvpipe.keras.data_parallel.local_rounds import RoundOptions, check_local, check_no_rounds, round_options
 from hvpipe.keras.data_parallel.nonfinite import chosen_policy
 from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named, parts_of
-from hvpipe.keras.data_parallel.shards import same_length, sharded_anew, source_of
+from hvpipe.keras.data_parallel.samples import SamplesIn
+from hvpipe.keras.data_parallel.shards import cut_to_the_shortest, sharded_anew, source_of
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.data_parallel.verify import chosen_interval
 from hvpipe.keras.fit_call import FitCall, in_order, running
 from hvpipe.keras.initial_state import (
     broadcast_model,
-    checksums,
     is_built,
+    shared_checksum,
     shared_slots,
     take_rank_0s,
 )
@@ -54,7 +54,6 @@ from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.training_alone import refuse_alone
-from hvpipe.keras.variables import average_variables
 from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session, current, plainly
 
@@ -101,6 +100,7 @@ def data_parallel(
     sync_batch_norm: bool = False,
     verify_every: int | None = None,
     nonfinite: str | None = None,
+    samples: Callable[[Any], Any] | None = None,
 ) -> Model:
     """Make `fit`, `train_on_batch` and `evaluate` of a model train on all ranks.
 
@@ -146,6 +146,9 @@ def data_parallel(
             on all ranks. "skip": leave weights and optimizer as they are, for this step; then no update
             starts before all gradients are reduced. "ignore": update all the same. None: HVPIPE_NONFINITE,
             else "ignore".
+        samples: A function of a batch, as `train_step` gets it, that returns how many samples it has: what
+            your loss divides by. Ranks are weighted by it. None: the length of the first target that has a
+            loss; without targets, of the sample weights, else of the inputs, which must agree.
 
     Returns:
         The same model.
@@ -203,12 +206,17 @@ def data_parallel(
     nonfinite = chosen_policy(session, nonfinite)
     if not mode.reduces_gradients:
         check_local(nonfinite, verify_every, sync_batch_norm)
+    if not (samples is None or callable(samples)):
+        raise HvpipeError(f"samples should be a function of a batch, or None. Received: samples={samples!r}")
     if sync_batch_norm:
         normalise_over_ranks(model)
     methods = InstanceMethods(model)
     options = ReduceOptions(compression, bucket_bytes, nonfinite=nonfinite)
     overlap_options = OverlapOptions(warmup_steps, rounds, session.settings.elastic)
-    steps = TrainSteps(session, model, methods, mode, overlap_options, options, verify_every, sync_batch_norm)
+    counting = SamplesIn(model, samples, strict=session.world.size > 1)
+    steps = TrainSteps(
+        session, model, methods, mode, overlap_options, options, counting, verify_every, sync_batch_norm
+    )
     DataParallel(model, methods, steps).attach()
     keep_in_copies(model, again)
     return model
@@ -232,7 +240,8 @@ class DataParallel:
         self._methods = methods
         self._set = False  # whether the model's methods have set weights since the ranks last compared them
         self._means: dict[str, tuple[float, float]] | None = None  # of the epoch, from its validation on
-        self._samples_before_fit = 0.0  # since the statistics were averaged
+        self._samples_before_fit = 0.0  # since the end of the last epoch
+        self._combined_at = 0.0  # samples in all, when untrained state was combined
 
     # --- Attaching ------------------------------------------------------------------------------------
 
@@ -281,24 +290,22 @@ class DataParallel:
         """Continue with rank 0's state and epoch, whatever was loaded or set on some ranks; collective.
 
         Before the first step there is nothing to synchronise. After `train_on_batch`, BatchNormalization's
-        statistics may differ between ranks, so average them.
+        statistics may differ between ranks, so combine them.
         """
         model, steps = self.model, self.steps
         steps.complete()
         steps.compares_next = True
         self._set = False
-        statistics = self.statistics()
-        sums = checksums(model, statistics, self.equal_slots()) if steps.ready else (0.0, 0.0)
+        checksum = self._checksum() if steps.ready else 0.0
         # The epoch is what BackupAndRestore found on rank 0, for example.
-        row = np.array([[float(steps.ready), *sums, float(initial_epoch(model))]])
+        row = np.array([[float(steps.ready), checksum, float(initial_epoch(model))]])
         self.session.engine.agree("start of fit")
-        ready, weights, kept, epochs = self.session.engine.allgather(row).T
+        ready, weights, epochs = self.session.engine.allgather(row).T
         set_initial_epoch(model, int(epochs[0]))
         steps.ready = bool(ready.all())
-        if not steps.ready or take_rank_0s(self.session, model, weights, "at the start of fit"):
+        if not steps.ready or self._take_rank_0s(weights, "at the start of fit"):
             return
-        if len(set(kept)) > 1:
-            average_variables(self.session, statistics, self._samples_before_fit or 1.0)
+        self._combine(self._samples_before_fit or 1.0)
 
     def begin_epoch(self, epoch: int) -> None:
         """Continue with rank 0's state if callbacks have changed it on some ranks; collective."""
@@ -307,6 +314,7 @@ class DataParallel:
         anywhere = self.session.engine.agree(when, float(self._set))
         rates = self.session.engine.agree(f"learning rate {when}", self._sum_of_rates())
         self._take_rank_0s_if_set([*anywhere, *(rate != rates[0] for rate in rates)], when)
+        self.steps.untrained.start()  # a callback may have set them, by a layer or variable
 
     def _sum_of_rates(self) -> float:
         """Return the sum of the learning rates that callbacks can set. Schedules have none."""
@@ -318,11 +326,27 @@ class DataParallel:
         if not any(anywhere) or not self.steps.ready:
             return
         self.steps.flush()
-        weights, _ = checksums(self.model, self.statistics(), self.equal_slots())
-        take_rank_0s(self.session, self.model, self.session.engine.agree(f"weights {when}", weights), when)
+        self._take_rank_0s(self.session.engine.agree(f"weights {when}", self._checksum()), when)
+
+    def _combine(self, weight: float) -> None:
+        """Combine the state that no gradient trains; collective."""
+        total = self.steps.train_counter.total()
+        if total == self._combined_at:  # what has changed since was set, by layers or variables
+            self.steps.untrained.start()
+        self.steps.untrained.combine(weight)
+        self._combined_at = total
+
+    def _checksum(self) -> float:
+        return shared_checksum(self.model, self.statistics(), self.equal_slots())
+
+    def _take_rank_0s(self, sums: Sequence[float], when: str) -> bool:
+        taken = take_rank_0s(self.session, self.model, sums, when)
+        if taken:
+            self.steps.untrained.start()
+        return taken
 
     def end_epoch(self, epoch: int, logs: dict[str, Any] | None) -> None:
-        """Flush, then average statistics and logs over all ranks; collective."""
+        """Flush, then combine statistics, and average logs over all ranks; collective."""
         # Keras adds the validation's results, which `evaluate` has averaged already.
         own = {name: value for name, value in (logs or {}).items() if not name.startswith("val_")}
         averaged = self.session.run_section(functools.partial(self._average, epoch, own))
@@ -336,7 +360,7 @@ class DataParallel:
         self.steps.complete()
         samples = self.steps.train_counter.since_restart()
         self.session.engine.agree(f"end of epoch {epoch + 1}")
-        average_variables(self.session, self.statistics(), samples)
+        self._combine(samples)
         averaged = dict(logs)
         if averaged:
             means = means_in_logs(self.model) if self._means is None else self._means
@@ -344,9 +368,8 @@ class DataParallel:
         return averaged
 
     def statistics(self) -> list[Any]:
-        """Return the statistics that layers keep. Frozen weights, equal on all ranks, are not included."""
-        kept = {id(v): v for layer in layers_in(self.model) for v in own_statistics(layer)}
-        return list(kept.values())
+        """Return the state that layers keep. Frozen weights, equal on all ranks, are not included."""
+        return [variable for variable, _ in self.steps.untrained.variables()]
 
     def equal_slots(self) -> list[Any]:
         """Return the optimizer's variables that are equal on all ranks."""
@@ -373,15 +396,13 @@ class DataParallel:
                 f"Received: {type(model).__name__}.fit{inspect.signature(own)}"
             )
         given = by_name(own, args, kwargs, functools.partial(keras.Model.fit, model))
-        x = same_length(self.session, given)
-        if "x" in given:
-            given["x"] = x
         keep_order(own, given)
-        self.fit_call = FitCall(x, given.get("steps_per_epoch"))
+        self.fit_call = FitCall(given.get("x"), given.get("steps_per_epoch"))
         given["callbacks"] = self._with_own_callbacks(given.get("callbacks"))
         self._samples_before_fit = self.steps.train_counter.restart()
         try:
-            with running(self.fit_call.callbacks), self._elastic_epochs():
+            cut = functools.partial(cut_to_the_shortest, self.session)
+            with running(self.fit_call.callbacks), with_epochs(self.model, cut), self._elastic_epochs():
                 return own(**given)
         except BaseException:
             # The last step is complete, unless it is the one that failed: its gradients are under way.
@@ -408,7 +429,8 @@ class DataParallel:
         with contextlib.ExitStack() as stack:
             stack.callback(elastic.end_fit)
             if source is not None:
-                stack.enter_context(epochs_enumerated(self.model, elastic.data.epoch))
+                change = functools.partial(enumerate_epochs, epoch=elastic.data.epoch)
+                stack.enter_context(with_epochs(self.model, change))
             yield
 
     def _fit_alone(self, *args: Any, **kwargs: Any) -> Any:
@@ -515,9 +537,7 @@ class DataParallel:
         when = "at the start of evaluate"
         if self.steps.ready:
             self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
-            average_variables(
-                self.session, self.statistics(), self.steps.train_counter.since_restart() or 1.0
-            )
+            self._combine(self.steps.train_counter.since_restart() or 1.0)
         elif all(self.session.engine.agree(f"{when}, before a step", float(is_built(self.model)))):
             # Weights may have been loaded on rank 0 only: results of different models have no mean.
             broadcast_model(self.model)
@@ -562,7 +582,10 @@ class DataParallel:
         try:
             self.steps.flush()
             self._set = self._set or name in _SET
-            return self._methods.own(name)(*args, **kwargs)
+            returned = self._methods.own(name)(*args, **kwargs)
+            if name in _SET:
+                self.steps.untrained.start()
+            return returned
         finally:
             if holds:
                 lock.release()

@@ -1,67 +1,19 @@
-"""Each rank's samples: shards of a tf.data dataset, epochs of equal length on all ranks, sample counts."""
+"""Each rank's samples: shards of a tf.data dataset, epochs of equal length on all ranks, fingerprints."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from hvpipe.errors import HvpipeError, MismatchError
-from hvpipe.keras.gpu import on_the_host
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import cut_epochs, length_of_epoch
 from hvpipe.session import Session, current
 
 _FINGERPRINT_ELEMENTS = 1 << 20
 # A shard's attribute with the dataset of all ranks.
 _SOURCE, _RANKS = "_hvpipe_source", "_hvpipe_ranks"
-
-
-class SampleCounter:
-    """Counts this rank's samples inside a graph, to be read outside."""
-
-    def __init__(self) -> None:
-        self._count = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_samples")
-        self._restarted_at = 0.0
-
-    def is_new(self) -> Any:
-        """Return whether nothing was counted yet (bool scalar). For use in a graph."""
-        with on_the_host():
-            return tf.equal(self._count, 0.0)
-
-    def add(self, batch: Any) -> Any:
-        """Count a batch; return its number of samples (float64 scalar). For use in a graph."""
-        # A static size must wait for the batch, too.
-        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            found = samples_in(batch)  # on the batch's device: on the host it would have to be copied
-            with on_the_host():
-                samples = tf.identity(tf.cast(found, tf.float64))
-        self._count.assign_add(samples)
-        return samples
-
-    @property
-    def variable(self) -> Any:
-        """The variable that counts."""
-        return self._count
-
-    def total(self) -> float:
-        """Return the samples since the counter was made."""
-        return float(self._count.numpy())
-
-    def since_restart(self) -> float:
-        """Return the samples since the last `restart`."""
-        return self.total() - self._restarted_at
-
-    def resume(self, since_restart: float) -> None:
-        """Count on as if there had been this many samples since the last `restart`."""
-        self._restarted_at = self.total() - since_restart
-
-    def restart(self) -> float:
-        """Return the samples since the last `restart`, and start again at 0."""
-        samples = self.since_restart()
-        self._restarted_at += samples
-        return samples
 
 
 def shard(dataset: Any) -> Any:
@@ -142,47 +94,24 @@ def _shard(dataset: Any) -> Any:
     return dataset.take(rounds_in_epoch * world.size).shard(world.size, world.rank)
 
 
-def same_length(session: Session, fit: Mapping[str, Any]) -> Any:
-    """Return `x` of the arguments of `fit`, cut so that epochs have equal steps on all ranks; collective.
+def cut_to_the_shortest(session: Session, epochs: Any) -> None:
+    """Let the epochs of Keras' iterator have as many batches as the shortest of all ranks; collective.
 
-    tf.data datasets of known lengths are cut to the shortest, with a warning. Arrays of different lengths
-    raise a MismatchError. Unknown lengths that differ are noticed at the end of the shorter epoch.
+    That holds for all data whose length Keras knows, with a warning. Unknown lengths that differ are noticed
+    at the end of the shorter epoch.
     """
-    x = fit.get("x")
-    splits = fit.get("validation_data") is None  # otherwise Keras ignores validation_split
-    kept = 1.0 - (fit.get("validation_split") or 0.0) * splits
-    steps = -1 if fit.get("steps_per_epoch") is not None else _steps(x, fit.get("batch_size"), kept)
-    everyone = session.engine.allgather_object(steps)
-    known = [count for count in everyone if count >= 0]
+    everyone = session.engine.allgather_object(length_of_epoch(epochs))
+    known = [count for count in everyone if count is not None]
     if len(known) < len(everyone) or min(known) == max(known):
-        return x
-    told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(everyone))
-    if not isinstance(x, tf.data.Dataset):
-        raise MismatchError(f"All ranks should have the same number of batches in an epoch. Received: {told}")
+        return
     if session.world.rank == 0:
         tf.get_logger().warning(
-            "hvpipe: the ranks' datasets differ in length (batches: %s); every epoch ends after %d. "
+            "hvpipe: the ranks' data differ in length (batches: %s); every epoch ends after %d. "
             "hvpipe.keras.shard gives all ranks the same number.",
-            told,
+            ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(everyone)),
             min(known),
         )
-    return x.take(min(known))
-
-
-def _steps(x: Any, batch_size: int | None, kept: float) -> int:
-    """Return the steps of an epoch, -1 if unknown. Training keeps this share of arrays."""
-    if isinstance(x, tf.data.Dataset):
-        return max(int(x.cardinality()), -1)
-    leaves = tf.nest.flatten(x)
-    if leaves and isinstance(leaves[0], (np.ndarray, tf.Tensor)) and leaves[0].ndim > 0:
-        samples = math.floor(int(leaves[0].shape[0]) * kept)  # as Keras splits
-        return math.ceil(samples / (batch_size or 32))
-    return -1
-
-
-def first_leaf(data: Any) -> Any:
-    """Return the first tensor of a batch; its first axis counts the samples."""
-    return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
+    cut_epochs(epochs, min(known))
 
 
 def with_first_tensor(data: Any, change: Callable[[Any], Any]) -> Any:
@@ -195,29 +124,28 @@ def with_first_tensor(data: Any, change: Callable[[Any], Any]) -> Any:
     return data
 
 
-def samples_in(batch: Any) -> Any:
-    if isinstance(batch, tf.SparseTensor):
-        return batch.dense_shape[0]
-    if isinstance(batch, tf.RaggedTensor):
-        return batch.nrows()
-    return tf.shape(batch)[0] if batch.shape.rank != 0 else 1
-
-
 def batch_of(iterator: Any) -> Any:
     """Return a batch, or the spec of one."""
     return iterator[0] if isinstance(iterator, list) else iterator.element_spec
 
 
 def fingerprint_of(batch: Any) -> Any:
-    """Return a number (float64 scalar) that two different batches are very unlikely to share.
+    """Return a number (float64 scalar) that two batches are very unlikely to share unless all of it is equal.
 
-    Of some million elements at most, because it takes 24 bytes for each.
+    Of some million elements of each tensor at most, because it takes 24 bytes for each.
     """
-    batch = tf.nest.flatten(batch, expand_composites=True)[-2 if isinstance(batch, tf.SparseTensor) else 0]
-    values = tf.reshape(batch, [-1])
-    values = values[:: tf.size(values) // _FINGERPRINT_ELEMENTS + 1]
-    if batch.dtype == tf.string:
-        values = tf.strings.to_hash_bucket_fast(values, 1 << 30)
-    values = tf.cast(values, tf.float64)
-    places = tf.cast(tf.range(tf.size(values)) % 8191 + 1, tf.float64)
-    return tf.reduce_sum(values * places)
+    prints = []
+    for tensor in tf.nest.flatten(batch, expand_composites=True):
+        if tensor is None or tensor.dtype in (tf.variant, tf.resource):
+            continue
+        values = tf.reshape(tensor, [-1])
+        values = values[:: tf.size(values) // _FINGERPRINT_ELEMENTS + 1]
+        if values.dtype == tf.string:
+            values = tf.strings.to_hash_bucket_fast(values, 1 << 30)
+        values = tf.cast(values, tf.float64)
+        places = tf.cast(tf.range(tf.size(values)) % 8191 + 1, tf.float64)
+        prints.append(tf.reduce_sum(tf.where(tf.math.is_finite(values), values, 0.5) * places))
+    # Hashed, or the numbers of a tensor with large ones would hide those of the others.
+    words = tf.strings.as_string(tf.stack(prints), precision=17, scientific=True)
+    found = tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(words, separator=" "), 1 << 52)
+    return tf.cast(found, tf.float64)

@@ -24,9 +24,11 @@ from hvpipe.keras.data_parallel.elastic import Elastic
 from hvpipe.keras.data_parallel.nonfinite import guarded_alone
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook, applied_outside
 from hvpipe.keras.data_parallel.overlap import BackwardOverlap, Overlap, OverlapOptions
-from hvpipe.keras.data_parallel.shards import SampleCounter, batch_of, fingerprint_of, first_leaf
+from hvpipe.keras.data_parallel.samples import SampleCounter, SamplesIn
+from hvpipe.keras.data_parallel.shards import batch_of, fingerprint_of
 from hvpipe.keras.data_parallel.step_findings import StepFindings
 from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
+from hvpipe.keras.data_parallel.untrained_state import UntrainedState
 from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, tell_of_unaveraged, verify_equal
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.initial_state import build_state, start_equal, warn_of_own_batches, without_xla
@@ -51,6 +53,7 @@ class TrainSteps:
         overlap: The mode that was asked for.
         overlap_options: What only some modes use. `warmup_steps` also delays int8 and PowerSGD.
         options: How gradients are cut into buckets and sent.
+        samples_in: Counts the samples of a batch.
         verify_every: After how many steps to compare weights over ranks; 0: never.
         sync_batch_norm: Whether BatchNormalization layers normalise by the batches of all ranks.
     """
@@ -63,6 +66,7 @@ class TrainSteps:
         overlap: type[Overlap],
         overlap_options: OverlapOptions,
         options: ReduceOptions,
+        samples_in: SamplesIn,
         verify_every: int = 0,
         sync_batch_norm: bool = False,
     ) -> None:
@@ -72,9 +76,13 @@ class TrainSteps:
         """The mode in use: "backward" if the model's train_step rules out the "step" that was asked for."""
         self.ready = False
         """Whether the ranks have started with equal state."""
+        self.untrained = UntrainedState(session, model)
+        """What layers keep and no gradient trains."""
         # A single rank may use XLA, which reaches no variable on another device than the model's.
         with contextlib.nullcontext() if session.world.size == 1 else on_the_host():
-            self.train_counter, self.test_counter = SampleCounter(), SampleCounter()
+            self.train_counter, self.test_counter = SampleCounter(samples_in), SampleCounter(samples_in)
+        self.samples_in = samples_in
+        """Counts the samples of a batch."""
         self._methods = methods
         self._overlap_options = overlap_options
         self._options = options
@@ -418,6 +426,8 @@ class TrainSteps:
             build_state(self.model, batch)
             return
         start_equal(self.session, self.model, batch)
+        self.untrained.check()
+        self.untrained.start()
         if self.sync_batch_norm:  # only now do all layers exist
             normalise_over_ranks(self.model)
         warn_of_own_batches(self.session, self.model)
@@ -522,19 +532,18 @@ class TrainSteps:
 
     def counted_train_step(self, data: Any) -> Any:
         """Stand in for `model.train_step` on a single rank."""
-        self.train_counter.add(first_leaf(data))
+        self.train_counter.add(data)
         return self._methods.own("train_step")(data)
 
     def train_step(self, data: Any) -> Any:
         """Stand in for `model.train_step`: run pending updates first, then reduce gradients."""
         assert self._hook is not None
-        batch = first_leaf(data)
         first = self.train_counter.is_new()
         with on_the_host():
             self._fingerprint.assign(
-                tf.cond(first, lambda: fingerprint_of(batch), lambda: self._fingerprint.read_value())
+                tf.cond(first, lambda: fingerprint_of(data), lambda: self._fingerprint.read_value())
             )
-        samples = self.train_counter.add(batch)
+        samples = self.train_counter.add(data)
         data = self._hook.begin(samples, data)
         reductions = self.session.announcements
         with step_of(self.session, self.model) as step:
@@ -552,5 +561,5 @@ class TrainSteps:
 
     def test_step(self, data: Any) -> Any:
         """Stand in for `model.test_step`."""
-        self.test_counter.add(first_leaf(data))
+        self.test_counter.add(data)
         return self._methods.own("test_step")(data)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from hvpipe.errors import HvpipeError, MismatchError
-from hvpipe.keras.compat import layers_in, own_statistics
+from hvpipe.keras.compat import layers_in
 from hvpipe.keras.initial_state import checksum_of, shared_slots
 from hvpipe.keras.training_alone import tell_of_optimizers
-from hvpipe.keras.variables import name_of
+from hvpipe.keras.variables import name_of, untrained_in
 from hvpipe.session import Session
 
 
@@ -31,8 +31,8 @@ def checksum(variable: Any) -> int:
 
 
 def equal_on_all_ranks(model: Any) -> list[Any]:
-    """Return the variables that all ranks should share: not statistics, which each computes from its data."""
-    own = {id(v) for layer in layers_in(model) for v in own_statistics(layer)}
+    """Return the variables that all ranks should share: not what layers compute from each rank's data."""
+    own = {id(v) for v, _ in untrained_in(layers_in(model))}
     return [*(v for v in model.variables if id(v) not in own), *shared_slots(model.optimizer)]
 
 

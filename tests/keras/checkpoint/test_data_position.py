@@ -65,6 +65,10 @@ def manifest(epoch: int, batch: int, ranks: int, epoch_samples: int, **notes: in
     return Manifest("0", "data_parallel", Position(step, epoch, batch, samples, epoch_samples), {}, parts)
 
 
+def ranks(rank: int, size: int) -> OwnRank:
+    return OwnRank(rank, size, lambda batch: len(tf.nest.flatten(batch)[0]))
+
+
 def train(
     data: Any,
     steps_per_epoch: int | None,
@@ -122,7 +126,7 @@ def test_the_same_order_after_the_same_batch(
     if make is not arrays:  # Keras shuffles arrays in the same way in every epoch, once a seed is set
         assert whole[:steps_in_epoch] != whole[steps_in_epoch : 2 * steps_in_epoch]
     position = manifest(EPOCH, SKIPPED, 1, SKIPPED * BATCH)
-    rest = train(make(), steps_per_epoch, (position, OwnRank(0, 1)))
+    rest = train(make(), steps_per_epoch, (position, ranks(0, 1)))
     assert rest == whole[EPOCH * steps_in_epoch + SKIPPED :]
 
 
@@ -131,14 +135,14 @@ def test_a_fit_that_began_with_a_later_epoch(make: Callable[[], Any], steps_per_
     """Regression: iterators and batches were counted from epoch 0."""
     whole = train(make(), steps_per_epoch, first=1)
     position = manifest(EPOCH, SKIPPED, 1, SKIPPED * BATCH, first_epoch=1)
-    rest = train(make(), steps_per_epoch, (position, OwnRank(0, 1)))
+    rest = train(make(), steps_per_epoch, (position, ranks(0, 1)))
     assert rest == whole[(EPOCH - 1) * BATCHES + SKIPPED :]
 
 
 def test_a_last_call_of_fewer_steps() -> None:
     """With 4 steps_per_execution Keras takes 8 batches in an epoch of 6 steps."""
     found = iter(repeated())
-    resumed_reading(found, FitCall(repeated(), 6), 6, manifest(2, 4, 1, 8), OwnRank(0, 1), 4)
+    resumed_reading(found, FitCall(repeated(), 6), 6, manifest(2, 4, 1, 8), ranks(0, 1), 4)
     wanted = iter(repeated())
     for _ in range(2 * 8 + 4):
         next(wanted)
@@ -156,7 +160,7 @@ def test_on_more_ranks_the_epoch_continues_after_the_same_samples() -> None:
     """One rank has trained on two of six batches; two ranks share the other four."""
     whole = train(shuffled(), None)
     position = manifest(EPOCH, 2, 1, 2 * BATCH)
-    seen = [train(shard(shuffled(), rank, 2), None, (position, OwnRank(rank, 2))) for rank in (0, 1)]
+    seen = [train(shard(shuffled(), rank, 2), None, (position, ranks(rank, 2))) for rank in (0, 1)]
     epoch = whole[EPOCH * BATCHES : (EPOCH + 1) * BATCHES]
     assert [seen[i % 2][i // 2] for i in range(4)] == epoch[2:]
     following = whole[(EPOCH + 1) * BATCHES :]
@@ -167,7 +171,7 @@ def test_on_fewer_ranks_where_no_batch_begins_there(caplog: pytest.LogCaptureFix
     """In the first epoch, three ranks have trained on three batches; two ranks can only share two or four."""
     position = manifest(0, 1, 3, 3 * BATCH)
     with caplog.at_level(logging.WARNING, "hvpipe"):
-        seen = [train(shard(shuffled(), rank, 2), None, (position, OwnRank(rank, 2))) for rank in (0, 1)]
+        seen = [train(shard(shuffled(), rank, 2), None, (position, ranks(rank, 2))) for rank in (0, 1)]
     whole = train(shuffled(), None)
     assert [seen[i % 2][i // 2] for i in range(2)] == whole[4:6]
     assert "cannot continue at exactly the same sample" in caplog.text
@@ -176,7 +180,7 @@ def test_on_fewer_ranks_where_no_batch_begins_there(caplog: pytest.LogCaptureFix
 def test_the_second_resume_after_a_change_of_ranks() -> None:
     """Regression: one batch on one rank, then one round on two. By steps it would be four batches."""
     position = manifest(EPOCH, 2, 2, 3 * BATCH, source=3)
-    seen = [train(shard(shuffled(), rank, 2), None, (position, OwnRank(rank, 2))) for rank in (0, 1)]
+    seen = [train(shard(shuffled(), rank, 2), None, (position, ranks(rank, 2))) for rank in (0, 1)]
     epoch = train(shuffled(), None)[EPOCH * BATCHES : (EPOCH + 1) * BATCHES]
     assert [seen[i % 2][i // 2] for i in range(2)] == epoch[3:5]
 
@@ -184,7 +188,7 @@ def test_the_second_resume_after_a_change_of_ranks() -> None:
 def test_the_second_resume_of_a_dataset_that_repeats() -> None:
     """Other ranks had trained in the first epochs, with fewer batches for each."""
     position = manifest(EPOCH, SKIPPED, 1, SKIPPED * BATCH, read=5)
-    assert train(repeated(), 4, (position, OwnRank(0, 1))) == train(repeated(), 4)[5:][: 8 - SKIPPED]
+    assert train(repeated(), 4, (position, ranks(0, 1))) == train(repeated(), 4)[5:][: 8 - SKIPPED]
 
 
 def test_what_a_checkpoint_notes() -> None:
@@ -213,9 +217,9 @@ def test_an_elastic_job_resumes_after_the_last_batch() -> None:
 def test_data_that_ends_too_early() -> None:
     short = numbers().batch(BATCH).take(2)
     with pytest.raises(HvpipeError, match="Received: it ends after 2 of 3 batches"):
-        train(short, None, (manifest(0, 3, 1, 6), OwnRank(0, 1)))
+        train(short, None, (manifest(0, 3, 1, 6), ranks(0, 1)))
 
 
 def test_a_finite_dataset_over_epochs() -> None:
     with pytest.raises(HvpipeError, match=r"should repeat\(\) to be resumed"):
-        train(shuffled(), 4, (manifest(2, 1, 1, 2), OwnRank(0, 1)))
+        train(shuffled(), 4, (manifest(2, 1, 1, 2), ranks(0, 1)))
