@@ -130,26 +130,6 @@ def untrained_in(layers: Iterable[Any]) -> list[tuple[Any, str]]:
     return list(found.values())
 
 
-def untrained_in(layers: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Return the variables that layers made not to be trained, and how ranks combine the values of each.
-
-    That is the variable's `aggregation` in Keras: "mean", "sum", "only_first_replica", or "none", which is
-    also what a variable has that was made without one. BatchNormalization's statistics are means.
-    """
-    found: dict[int, tuple[Any, str]] = {}
-    for layer in layers:
-        statistics: list[Any] = []
-        if isinstance(layer, keras.layers.BatchNormalization):
-            statistics = [getattr(layer, name, None) for name in _STATISTICS]
-        for variable in own_statistics(layer):
-            declared = str(variable.aggregation)
-            if declared == "none" and any(variable is each for each in statistics):
-                declared = "mean"
-            if found.get(id(variable), (None, "none"))[1] == "none":  # several layers may list it
-                found[id(variable)] = variable, declared
-    return list(found.values())
-
-
 def _describe_difference(first: list[tuple[Any, ...]], other: list[tuple[Any, ...]], rank: int) -> str:
     for place, (ours, theirs) in enumerate(zip(first, other, strict=False)):
         if ours[1:] != theirs[1:]:
