@@ -32,26 +32,28 @@ class StatusReceiver:
     """Receives on rank 0. Owns sockets until `close`; raises OSError if it gets none.
 
     It listens on no address that the internet can reach.
+
+    Args:
+        ports: The ports to choose from; None: the kernel chooses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ports: range | None = None) -> None:
         inside = [pair for pair in interface_addresses() if not ipaddress.ip_address(pair[0]).is_global]
         self._sockets: list[socket.socket] = []
         self._ranks: dict[int, RankStatus] = {}
-        heard, port = [], 0
+        heard, choice = [], list(ports or (0,))
         for address, netmask in inside:
             one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            try:
-                one.bind((address, port))
-            except OSError:  # the port is taken there
+            if not any(_binds(one, address, port) for port in choice):  # they are taken there
                 one.close()
                 continue
             one.setblocking(False)
-            port = one.getsockname()[1]
+            choice = [one.getsockname()[1]]
             self._sockets.append(one)
             heard.append((address, netmask))
         if not heard:
-            raise OSError("no address inside a private network to listen on")
+            raise OSError("no address inside a private network to listen on, or no free port there")
+        port = choice[0]
         self.address = ReceiverAddress(tuple(heard), port, secrets.token_hex(16))
 
     def collect(self) -> list[RankStatus]:
@@ -77,6 +79,13 @@ class StatusReceiver:
     def close(self) -> None:
         for one in self._sockets:
             one.close()
+
+
+def _binds(one: socket.socket, address: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        one.bind((address, port))
+        return True
+    return False
 
 
 class StatusSender:
