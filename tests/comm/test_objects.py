@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import pickle
 import random
+from array import array
+from collections import Counter
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +19,19 @@ from hvpipe.comm.discover import Launch
 from hvpipe.comm.objects import packed, packed_for_user, unpacked, unpacked_for_user
 from hvpipe.errors import HvpipeError, PeerError
 from hvpipe.plan.buckets import BucketPlan
+
+
+class Number(IntEnum):
+    ONE = 1
+
+
+class Text(str):
+    pass
+
+
+class Pair(NamedTuple):
+    one: int
+    other: int
 
 
 @dataclass
@@ -33,10 +49,12 @@ def test_plain_values_stay_what_they_are() -> None:
     assert again(values) == values
     assert [type(one) for one in again(values)] == [type(one) for one in values]
     assert math.isnan(again(math.nan))
-    for array in (np.arange(6, dtype=">i2").reshape(2, 3), np.float32(0.1), np.array("ab"), np.zeros((0, 3))):
-        found = again(array)
-        assert type(found) is type(array)
-        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    for value in (np.arange(6, dtype=">i2").reshape(2, 3), np.float32(0.1), np.array("ab"), np.zeros((0, 3))):
+        found = again(value)
+        assert type(found) is type(value)
+        assert (found.dtype, found.shape, found.tobytes()) == (value.dtype, value.shape, value.tobytes())
+    others = (Counter("aab"), array("d", [0.5]), range(2), Number.ONE, Text("a"), Pair(1, 2))
+    assert again(others) == ({"a": 2, "b": 1}, [0.5], [0, 1], 1, "a", (1, 2))
     launch = Launch("mpirun", 1, 2, None, None)
     assert again({"launch": [launch]}) == {"launch": [launch]}
     assert again(BucketPlan((), 7)) == BucketPlan((), 7)
