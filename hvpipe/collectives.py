@@ -137,7 +137,7 @@ def allgather_object(value: Any, **others: Any) -> list[Any]:
         ```
     """
     check_other_arguments("allgather_object", others)
-    return current().engine.allgather_object(value)
+    return current().engine.allgather_any_object(value)
 
 
 def broadcast_object(value: Any, root_rank: int = 0, *, root: int | None = None, **others: Any) -> Any:
@@ -163,7 +163,7 @@ def broadcast_object(value: Any, root_rank: int = 0, *, root: int | None = None,
         ```
     """
     check_other_arguments("broadcast_object", others)
-    return current().engine.broadcast_object(value, root_rank if root is None else root)
+    return current().engine.broadcast_any_object(value, root_rank if root is None else root)
 
 
 def barrier() -> None:

@@ -2,14 +2,15 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "collectives/socket_mesh.h"
 #include "collectives/socket_setup.h"
+#include "core/error.h"
 #include "core/event_log.h"
 #include "core/socket_network.h"
 #include "faces/python.h"
@@ -21,14 +22,32 @@ constexpr SocketMesh::Channel kObjects = 0;
 constexpr double kCloseS = 2;
 constexpr double kShortestNapS = 10e-6, kLongestNapS = 1e-3;
 
-using Addresses = std::vector<std::pair<std::string, int>>;
+// A process as bytes that another rank reads.
+nb::bytes OwnProcess() {
+  const ProcessName own = ProcessName::Own();
+  return nb::bytes(reinterpret_cast<const char*>(&own), sizeof own);
+}
 
-std::shared_ptr<SocketMesh> ConnectMesh(const SocketListener& listener, int rank, const Addresses& addresses,
-                                        const std::string& token, double limit_s) {
-  std::vector<SocketAddress> listeners;
-  for (const auto& [host, port] : addresses) listeners.push_back({host, port});
-  const nb::gil_scoped_release release;
-  return std::make_shared<SocketMesh>(ConnectSockets(listener, rank, listeners, token, limit_s));
+ProcessName ProcessOf(const nb::bytes& bytes) {
+  ProcessName process;
+  if (bytes.size() != sizeof process)
+    throw Error("A process should have " + std::to_string(sizeof process) +
+                    " bytes. Received: " + std::to_string(bytes.size()),
+                ErrorKind::kUsage);
+  std::memcpy(static_cast<void*>(&process), bytes.c_str(), sizeof process);
+  process.host[sizeof process.host - 1] = process.boot[sizeof process.boot - 1] = '\0';
+  return process;
+}
+
+// Takes over the sockets, by rank; -1 for this rank.
+std::shared_ptr<SocketMesh> MeshOver(int rank, const std::vector<int>& sockets,
+                                     const std::vector<nb::bytes>& processes) {
+  Sockets given{rank, sockets, {}};
+  for (const nb::bytes& each : processes) given.processes.push_back(ProcessOf(each));
+  for (const int socket : sockets) {
+    if (socket >= 0) Tune(socket);
+  }
+  return std::make_shared<SocketMesh>(given);
 }
 
 // Call `ended` until it is true. Throws if no object moves for `limit_s` seconds, or for a signal.
@@ -76,18 +95,13 @@ nb::bytes ReceiveObject(SocketMesh& mesh, int peer, double limit_s) {
 }  // namespace
 
 void BindSockets(nb::module_& module) {
-  nb::class_<SocketListener>(module, "SocketListener")
-      .def(nb::init<const std::string&>(), nb::arg("host"))
-      .def_prop_ro("address", [](const SocketListener& listener) {
-        return std::make_pair(listener.address().host, listener.address().port);
-      });
   nb::class_<SocketMesh>(module, "SocketMesh")
-      .def_static("connect", &ConnectMesh, nb::arg("listener"), nb::kw_only(), nb::arg("rank"),
-                  nb::arg("addresses"), nb::arg("token"), nb::arg("limit_s"))
+      .def_static("over", &MeshOver, nb::kw_only(), nb::arg("rank"), nb::arg("sockets"), nb::arg("processes"))
       .def("send", &SendObjects, nb::arg("object"), nb::arg("peers"), nb::arg("limit_s"))
       .def("receive", &ReceiveObject, nb::arg("peer"), nb::arg("limit_s"))
       .def("leave_to_parent", &SocketMesh::LeaveToParent)
       .def("close", [](SocketMesh& mesh) { mesh.Close(kCloseS); }, nb::call_guard<nb::gil_scoped_release>());
+  module.def("own_process", &OwnProcess);
   module.def("shared_file_bytes", &SharedFileBytes, nb::arg("slot_bytes"), nb::arg("ranks"),
              nb::arg("several_hosts"));
 }

@@ -21,6 +21,7 @@ from hvpipe.comm.device_array import (
 )
 from hvpipe.comm.host_array import as_bytes, as_plain_dtype, check_output, host_array, reducible_dtype
 from hvpipe.comm.native import LeftToParent, import_native
+from hvpipe.comm.objects import packed_for_user, unpacked_for_user
 from hvpipe.comm.rank_gpu import open_gpu, open_gpus_of_all
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World
@@ -331,19 +332,30 @@ class Engine:
         return int(self.core.requests())
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order (pickled)."""
+        """Return the plain values (see hvpipe.comm.objects) of all ranks, in rank order."""
         self.agree("allgather_object")
         return self.world.allgather_object(value)
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others (pickled)."""
+        """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
         self.agree("gather_object")
         return self.world.gather_object(value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the value of rank `root` on every rank (pickled)."""
+        """Return the plain value of rank `root` on every rank."""
         self.agree(f"broadcast_object from rank {root}")
         return self.world.broadcast_object(value, root)
+
+    def allgather_any_object(self, value: Any) -> list[Any]:
+        """Return the user's values of all ranks, in rank order: pickled if ranks are trusted."""
+        trusted = self.world.trusted
+        return [unpacked_for_user(o, trusted) for o in self.allgather_object(packed_for_user(value, trusted))]
+
+    def broadcast_any_object(self, value: Any, root: int = 0) -> Any:
+        """Return the user's value of rank `root` on every rank: pickled if ranks are trusted."""
+        trusted, sends = self.world.trusted, self.world.rank == root
+        data = self.broadcast_object(packed_for_user(value, trusted) if sends else b"", root)
+        return value if sends else unpacked_for_user(data, trusted)
 
     def send(self, array: Any, peer: int, tag: int, what: str) -> Any:
         """Start to send the bytes of an array to rank `peer`, without waiting.

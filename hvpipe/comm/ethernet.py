@@ -183,6 +183,7 @@ def _connect(ranks: MpiWorld, places: Sequence[Place], settings: Settings) -> tu
         return None, failures[0]
     limit_s = min(settings.timeout_s / 2, _CONNECT_S)  # all wait for the others afterwards
     try:
-        return connect_mesh(ranks.rank, _ALL_ADDRESSES, ranks.allgather_object, limit_s, hosts), ""
+        gather = ranks.allgather_object  # by MPI, so nobody else sees it
+        return connect_mesh(ranks.rank, _ALL_ADDRESSES, gather, limit_s, hosts, ports=settings.ports), ""
     except InitError as error:
         return None, str(error)

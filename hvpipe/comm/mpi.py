@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -22,6 +21,7 @@ from hvpipe.comm.job_folder import abort_sign
 from hvpipe.comm.limited_call import limited_call
 from hvpipe.comm.loss_watch import LossWatch, check_fault_tolerance, shrunk
 from hvpipe.comm.native import check_mpi, import_native
+from hvpipe.comm.objects import packed, unpacked
 from hvpipe.comm.settings import Settings, job_folder
 from hvpipe.comm.shared_memory import fits_on_all_hosts
 from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
@@ -67,6 +67,7 @@ class MpiWorld:
         self.size: int = world.size
         self.host: str = mpi.Get_processor_name()
         self.network: str = "MPI"
+        self.trusted = True  # MPI has joined the ranks
         self._watch: LossWatch | None = None
         self.library_version: str = short_version(mpi.Get_library_version())
         # The calls below block until all ranks arrive, so wait for them here, with a better error.
@@ -150,8 +151,8 @@ class MpiWorld:
             self._watch = None
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order (pickled)."""
-        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        """Return the values of all ranks, in rank order."""
+        payload = packed(value)
         lengths = array("q", bytes(8 * self.size))
         self._wait(self._comm.Iallgather(array("q", [len(payload)]), lengths), "all-gather of lengths")
         if sum(lengths) > _MOST_BYTES:
@@ -161,14 +162,14 @@ class MpiWorld:
         self._wait(self._comm.Iallgatherv([payload, self._mpi.BYTE], target), "all-gather of objects")
         view, start, values = memoryview(received), 0, []
         for length in lengths:
-            values.append(pickle.loads(view[start : start + length]))
+            values.append(unpacked(view[start : start + length]))
             start += length
         return values
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others (pickled)."""
+        """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
         if self.rank > 0:
-            payload = memoryview(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+            payload = memoryview(packed(value))
             self._wait(self._comm.Isend(array("q", [len(payload)]), 0), "send of a length to rank 0")
             for part in self._parts(payload):
                 self._wait(self._comm.Isend(part, 0), "send of an object to rank 0")
@@ -180,22 +181,22 @@ class MpiWorld:
             received = bytearray(length[0])
             for part in self._parts(memoryview(received)):
                 self._wait(self._comm.Irecv(part, other), f"object from rank {other}")
-            values.append(pickle.loads(received))
+            values.append(unpacked(received))
         return values
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the value of rank `root` on every rank (pickled)."""
+        """Return the value of rank `root` on every rank."""
         if not 0 <= root < self.size:
             raise HvpipeError(f"root should be a rank, 0 to {self.size - 1}. Received: root={root}")
         is_root = self.rank == root
-        payload = bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)) if is_root else bytearray()
+        payload = bytearray(packed(value)) if is_root else bytearray()
         length = array("q", [len(payload)])
         self._wait(self._comm.Ibcast(length, root), f"broadcast of a length from rank {root}")
         if not is_root:
             payload = bytearray(length[0])
         for part in self._parts(memoryview(payload)):
             self._wait(self._comm.Ibcast(part, root), f"broadcast of an object from rank {root}")
-        return value if is_root else pickle.loads(payload)
+        return value if is_root else unpacked(payload)
 
     def _parts(self, view: memoryview) -> Iterator[list[Any]]:
         """Yield buffers for MPI, none above its limit."""

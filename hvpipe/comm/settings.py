@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +32,8 @@ class Settings:
 
     backend: Backend | None = None  # None: TCP under `horovodrun --gloo` and between hosts with Ethernet
     net: str = ""  # networks for TCP between hosts; "": those that Open MPI was told to use, or all
+    ports: range | None = None  # where ranks listen; None: the kernel chooses
+    secret: str = field(default="", repr=False)  # of ranks under `horovodrun --gloo`, or the path of its file
     timeout_s: float = 300.0
     first_step_timeout_s: float | None = None  # None: 6 * timeout_s if a rank may have a GPU, else timeout_s
     shutdown_timeout_s: float | None = None  # None: an hour, or timeout_s if that is longer
@@ -122,6 +124,8 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     |---|---|
     | HVPIPE_BACKEND | "mpi" or "tcp": what carries the data between ranks |
     | HVPIPE_NET | the networks or interfaces for TCP between hosts, as in 10.0.0.0/24 or eth0,eth1 |
+    | HVPIPE_PORTS | the ports at which hvpipe listens, as in 40000-40100; without it the kernel chooses |
+    | HVPIPE_SECRET | under `horovodrun --gloo`: a secret of all ranks, or the path of a file with it |
     | HVPIPE_TIMEOUT | longest wait for another rank, in seconds |
     | HVPIPE_FIRST_STEP_TIMEOUT | the same until two training steps have ended |
     | HVPIPE_SHUTDOWN_TIMEOUT | longest wait for the others in `shutdown` and MPI_Finalize, in seconds |
@@ -171,6 +175,8 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     found = Settings(
         backend=chosen,
         net=env.get("HVPIPE_NET", ""),
+        ports=port_range(env["HVPIPE_PORTS"]) if env.get("HVPIPE_PORTS") else None,
+        secret=env.get("HVPIPE_SECRET", ""),
         timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s),
         first_step_timeout_s=_positive(env, "HVPIPE_FIRST_STEP_TIMEOUT", "seconds", 0.0) or None,
         shutdown_timeout_s=_positive(env, "HVPIPE_SHUTDOWN_TIMEOUT", "seconds", 0.0) or None,
@@ -246,6 +252,18 @@ def backend(text: str | None) -> Backend | None:
     if text not in ("mpi", "tcp"):
         raise _bad("HVPIPE_BACKEND", "mpi or tcp", text)
     return "mpi" if text == "mpi" else "tcp"
+
+
+def port_range(text: str) -> range:
+    """Return the ports that a text such as "40000-40100" names.
+
+    Raises:
+        HvpipeError: For any other text.
+    """
+    first, _, last = text.partition("-")
+    if first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16:
+        return range(int(first), int(last) + 1)
+    raise _bad("HVPIPE_PORTS", "a range of ports from 1 to 65535, as 40000-40100", text)
 
 
 def live_folder(environ: Mapping[str, str] | None = None) -> str | None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
-import pickle
 import secrets
 import socket
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.clock_offset import clock_offset_s
 from hvpipe.comm.discover import Launch, horovodrun
 from hvpipe.comm.native import LeftToParent, check_mpi, import_native
+from hvpipe.comm.objects import packed, unpacked
 from hvpipe.comm.rendezvous import Rendezvous
+from hvpipe.comm.secret import job_secret
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import shared_file
+from hvpipe.comm.tcp_setup import Setup, job_key, listen
 from hvpipe.errors import HvpipeError, InitError
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ class TcpWorld:
         host: The name of this host.
         timeout_s: Longest wait for another rank, in seconds.
         joined_by: The ranks of MPI that these are; None: there are none.
+        trusted: Whether each rank has proved that it knows what no stranger can.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class TcpWorld:
         host: str,
         timeout_s: float,
         joined_by: MpiWorld | None = None,
+        trusted: bool = True,
     ) -> None:
         assert launch.rank is not None
         assert launch.size is not None
@@ -60,6 +66,7 @@ class TcpWorld:
         self.local_size: int = launch.local_size or 1
         self.host = host
         self.network = "TCP"
+        self.trusted = trusted or self.size == 1
         self.library_version = "none" if joined_by is None else joined_by.library_version
         self._joined_by = joined_by
         self._place: int | str = host if joined_by is None else joined_by.first_on_host
@@ -80,19 +87,19 @@ class TcpWorld:
         )
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order (pickled)."""
+        """Return the values of all ranks, in rank order."""
         self._send(value, [rank for rank in range(self.size) if rank != self.rank])
         return [value if rank == self.rank else self._receive(rank) for rank in range(self.size)]
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others (pickled)."""
+        """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
         if self.rank > 0:
             self._send(value, [0])
             return None
         return [value, *(self._receive(rank) for rank in range(1, self.size))]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the value of rank `root` on every rank (pickled)."""
+        """Return the value of rank `root` on every rank."""
         if not 0 <= root < self.size:
             raise HvpipeError(f"root should be a rank, 0 to {self.size - 1}. Received: root={root}")
         # A binomial tree: each rank that has the object passes it on.
@@ -101,13 +108,13 @@ class TcpWorld:
         if after_root > 0:
             payload = self._mesh.receive((after_root - distance // 2 + root) % self.size, self._timeout_s)
         else:
-            payload = _pickled(value)
+            payload = packed(value)
         targets = []
         while after_root + distance < self.size:
             targets.append((after_root + distance + root) % self.size)
             distance *= 2
         self._send_bytes(payload, targets)
-        return value if after_root == 0 else pickle.loads(payload)
+        return value if after_root == 0 else unpacked(payload)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -154,18 +161,14 @@ class TcpWorld:
         return self.size == 1
 
     def _send(self, value: Any, ranks: list[int]) -> None:
-        self._send_bytes(_pickled(value), ranks)
+        self._send_bytes(packed(value), ranks)
 
     def _send_bytes(self, payload: bytes, ranks: list[int]) -> None:
         if ranks:
             self._mesh.send(payload, ranks, self._timeout_s)
 
     def _receive(self, rank: int) -> Any:
-        return pickle.loads(self._mesh.receive(rank, self._timeout_s))
-
-
-def _pickled(value: Any) -> bytes:
-    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        return unpacked(self._mesh.receive(rank, self._timeout_s))
 
 
 _opened: TcpWorld | None = None
@@ -195,18 +198,21 @@ def open_world(launch: Launch, settings: Settings) -> TcpWorld:
             "without --min-np, --max-np and --host-discovery-script. Received: HOROVOD_ELASTIC=1"
         )
     rank, size = launch.rank, launch.size
-    store = Rendezvous(told.store_host, told.store_port, f"hvpipe-{next(_number)}", settings.timeout_s)
+    place = Rendezvous(told.store_host, told.store_port, f"hvpipe-{next(_number)}", settings.timeout_s)
+    with job_secret(place, launch, settings.secret) as secret:
+        store = replace(place, secret=secret)
 
-    def exchange(mine: Any) -> list[Any]:
-        """Gather on rank 0, so that the store has few requests to answer."""
-        store.put(str(rank), mine)
-        if rank == 0:
-            store.put("all", [store.get(str(other), f"Rank {other}") for other in range(size)])
-        found: list[Any] = store.get("all", "Rank 0, after all others,")
-        return found
+        def exchange(mine: Any) -> list[Any]:
+            """Gather on rank 0, so that the store has few requests to answer."""
+            store.put(str(rank), mine)
+            if rank == 0:
+                store.put("all", [store.get(str(other), f"Rank {other}") for other in range(size)])
+            found: list[Any] = store.get("all", "Rank 0, after all others,")
+            return found
 
-    mesh = connect_mesh(rank, own_address(told.host, told.interface), exchange, settings.timeout_s)
-    _opened = TcpWorld(mesh, launch, told.host, settings.timeout_s)
+        address = own_address(told.host, told.interface)
+        mesh = connect_mesh(rank, address, exchange, settings.timeout_s, secret=secret, ports=settings.ports)
+    _opened = TcpWorld(mesh, launch, told.host, settings.timeout_s, trusted=bool(secret))
     return _opened
 
 
@@ -216,6 +222,9 @@ def connect_mesh(
     exchange: Callable[[Any], list[Any]],
     timeout_s: float,
     hosts: Sequence[str] | None = None,
+    *,
+    secret: bytes = b"",
+    ports: range | None = None,
 ) -> Any:
     """Connect the ranks with each other. Collective.
 
@@ -225,35 +234,49 @@ def connect_mesh(
         exchange: Returns the values of all ranks, in rank order.
         timeout_s: Longest wait for another rank, in seconds.
         hosts: Where this rank reaches the others, by rank; None: where they listen.
+        secret: What the ranks know, if others can see what they exchange.
+        ports: Where to listen; None: the kernel chooses.
 
     Raises:
         InitError: If this rank cannot listen, or ranks cannot reach each other.
     """
     listener, mine = None, ["", 0, ""]
     failure = ""
+    with contextlib.ExitStack() as stack:
+        try:
+            native = import_native()
+            listener = stack.enter_context(listen(address, ports))
+            mine = [*listener.getsockname()[:2], secrets.token_hex(32)]
+        except HvpipeError as error:
+            failure = str(error)
+        everyone = _checked(exchange([*mine, failure]))  # also after a failure: the others wait for it
+        failures = [each for *_, each in everyone if each]
+        if failures or listener is None:
+            raise InitError(failure or failures[0])
+        addresses = [(host, port) for host, port, *_ in everyone]
+        if hosts is not None:
+            addresses = [(host, port) for host, (_, port) in zip(hosts, addresses, strict=True)]
+        key = job_key(secret, everyone[0][2])
+        name = socket.gethostname()
+        setup = Setup(listener, rank, addresses, key, native.own_process(), name)
+        sockets, processes = setup.run(timeout_s)
     try:
-        native = import_native()
-        listener = native.SocketListener(address)
-        mine = [*listener.address, secrets.token_hex(16)]
-    except HvpipeError as error:
-        failure = str(error)
-    everyone = exchange([*mine, failure])  # also after a failure, because the others wait for it
-    failures = [each for *_, each in everyone if each]
-    if failures:
-        raise InitError(failure or failures[0])
-    try:
-        return native.SocketMesh.connect(
-            listener,
-            rank=rank,
-            addresses=[
-                (host if hosts is None else hosts[peer], port)
-                for peer, (host, port, *_) in enumerate(everyone)
-            ],
-            token=everyone[0][2],
-            limit_s=timeout_s,
-        )
+        return native.SocketMesh.over(rank=rank, sockets=sockets, processes=processes)
     except HvpipeError as error:
         raise InitError(str(error)) from error
+
+
+def _checked(everyone: Any) -> list[tuple[str, int, str, str]]:
+    """Return what ranks have told of themselves, if it is that: anybody may write into a store."""
+    kinds = [str, int, str, str]
+    if isinstance(everyone, list) and all(
+        isinstance(one, list) and [type(each) for each in one] == kinds for one in everyone
+    ):
+        return [tuple(one) for one in everyone]
+    raise InitError(
+        "Each rank should tell its address, port and token, in the same version of hvpipe. "
+        f"Received: {str(everyone)[:200]}"
+    )
 
 
 def make_engine(world: Any, mesh: Any, hosts: list[int], settings: Settings) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from hvpipe.comm.discover import Launch
 from hvpipe.comm.native import import_native
 from hvpipe.comm.settings import Settings
+from hvpipe.comm.versions import check_same_versions
 from hvpipe.errors import HvpipeError, InitError
 
 __all__ = ["SingleWorld", "World", "open_world", "started_world"]
@@ -65,6 +66,10 @@ class World(Protocol):
         """The name of this host."""
 
     @property
+    def trusted(self) -> bool:
+        """Whether the ranks have proved who they are, so that pickles of other ranks may be read."""
+
+    @property
     def library_version(self) -> str:
         """Name and version of the library that joined the ranks, such as "Open MPI v5.0.11"; or "none"."""
 
@@ -79,7 +84,7 @@ class World(Protocol):
         """Return the service for collectives that ranks call by name. Collective."""
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
+        """Return the plain values (see hvpipe.comm.objects) of all ranks, in rank order."""
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
@@ -110,6 +115,7 @@ class SingleWorld:
     size = 1
     local_rank = 0
     local_size = 1
+    trusted = True
     library_version = network = "none"
 
     def __init__(self) -> None:
@@ -178,10 +184,13 @@ def open_world(launch: Launch, settings: Settings) -> World:
             )
         from hvpipe.comm import tcp
 
-        return tcp.open_world(launch, settings)
+        world = tcp.open_world(launch, settings)
+        check_same_versions(world)
+        return world
     if launch.launcher == "none" and "mpi4py.MPI" not in sys.modules:
         return SingleWorld()
     from hvpipe.comm import ethernet, mpi
 
     ranks = mpi.open_world(launch, settings.timeout_s, settings.longest_shutdown_s)
+    check_same_versions(ranks)
     return ethernet.over_tcp(ranks, launch, settings)

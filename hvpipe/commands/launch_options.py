@@ -16,11 +16,12 @@ from pathlib import Path
 
 from hvpipe.atomic_file import target_of
 from hvpipe.comm.native import read_build_info
+from hvpipe.comm.settings import port_range
 from hvpipe.commands import launch, mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hostfile, parse_hosts
 from hvpipe.commands.supervise import JOB_FOLDER, supervise
 from hvpipe.config_file import MOST_BYTES
-from hvpipe.errors import LaunchError
+from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.monitor import core_binding
 from hvpipe.own_folder import read_plain
 
@@ -63,6 +64,9 @@ def add_launch_options(parser: argparse.ArgumentParser, *, timeout_s: int) -> No
     )
     parser.add_argument("--net", metavar="NET", help="interface or CIDR that carries the data between hosts")
     parser.add_argument(
+        "--ports", metavar="A-B", help="ports at which MPI and hvpipe listen, as 40000-40100 (default: any)"
+    )
+    parser.add_argument(
         "--rsh-agent", metavar="SCRIPT", help="program that reaches other hosts (default: ssh)"
     )
     parser.add_argument(
@@ -99,6 +103,7 @@ def launch_spec(
         bind=options.bind,
         rsh_agent=_absolute_program(options.rsh_agent),
         network=options.net,
+        ports=_ports(options.ports),
         launcher_args=tuple(_words("--launcher-args", options.launcher_args)),
         elastic=getattr(options, "elastic", False),
     )
@@ -151,6 +156,7 @@ def start(
     settings = {
         **settings,
         **launch.thread_settings(spec, environ),
+        **({"HVPIPE_PORTS": f"{spec.ports[0]}-{spec.ports[-1]}"} if spec.ports else {}),
         **launch.launcher_settings(spec, environ),
     }
     # `supervised` adds the job folder to mpirun's environment.
@@ -202,6 +208,15 @@ def _mpirun(options: argparse.Namespace, environ: Mapping[str, str]) -> mpirun.M
             file=sys.stderr,
         )
     return found
+
+
+def _ports(text: str | None) -> range | None:
+    try:
+        return None if text is None else port_range(text)
+    except HvpipeError as error:
+        raise LaunchError(
+            f"--ports should be a range of ports from 1 to 65535, as 40000-40100. Received: --ports {text!r}"
+        ) from error
 
 
 def _words(option: str, text: str) -> list[str]:

@@ -21,7 +21,7 @@ _MOST_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class ReceiverAddress:
-    """The addresses (with netmasks) and port where rank 0 listens, and the token that marks this job."""
+    """The addresses (with netmasks) and port where rank 0 listens, and the token that proves this job's."""
 
     addresses: tuple[tuple[str, str], ...]
     port: int
@@ -32,26 +32,28 @@ class StatusReceiver:
     """Receives on rank 0. Owns sockets until `close`; raises OSError if it gets none.
 
     It listens on no address that the internet can reach.
+
+    Args:
+        ports: The ports to choose from; None: the kernel chooses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ports: range | None = None) -> None:
         inside = [pair for pair in interface_addresses() if not ipaddress.ip_address(pair[0]).is_global]
         self._sockets: list[socket.socket] = []
         self._ranks: dict[int, RankStatus] = {}
-        heard, port = [], 0
+        heard, choice = [], list(ports or (0,))
         for address, netmask in inside:
             one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            try:
-                one.bind((address, port))
-            except OSError:  # the port is taken there
+            if not any(_binds(one, address, port) for port in choice):  # they are taken there
                 one.close()
                 continue
             one.setblocking(False)
-            port = one.getsockname()[1]
+            choice = [one.getsockname()[1]]
             self._sockets.append(one)
             heard.append((address, netmask))
         if not heard:
-            raise OSError("no address inside a private network to listen on")
+            raise OSError("no address inside a private network to listen on, or no free port there")
+        port = choice[0]
         self.address = ReceiverAddress(tuple(heard), port, secrets.token_hex(16))
 
     def collect(self) -> list[RankStatus]:
@@ -59,8 +61,8 @@ class StatusReceiver:
         token = self.address.token.encode()
         newest: dict[int, RankStatus] = {}
         for data in itertools.islice(self._arrived(), _MOST_AT_ONCE):
-            word, _, body = data.partition(b" ")
-            if not hmac.compare_digest(word, token):
+            proof, _, body = data.partition(b" ")
+            if not hmac.compare_digest(proof, _proof(token, body)):
                 continue
             with contextlib.suppress(ValueError):
                 if (one := RankStatus.from_json(json.loads(body))) is not None:
@@ -79,6 +81,18 @@ class StatusReceiver:
             one.close()
 
 
+def _proof(token: bytes, body: bytes) -> bytes:
+    """Return what shows that a datagram is one of this job's: the token itself is never sent in one."""
+    return hmac.digest(token, body, "sha256").hex().encode()
+
+
+def _binds(one: socket.socket, address: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        one.bind((address, port))
+        return True
+    return False
+
+
 class StatusSender:
     """Sends from a rank on another host. Owns a socket until `close`; raises OSError if it gets none."""
 
@@ -91,7 +105,8 @@ class StatusSender:
 
     def send(self, mine: RankStatus) -> None:
         """Send the status of this rank; a failure is ignored."""
-        data = self._token + b" " + json.dumps(mine.to_json()).encode()
+        body = json.dumps(mine.to_json()).encode()
+        data = _proof(self._token, body) + b" " + body
         for target in self._targets:
             with contextlib.suppress(OSError):  # no route or no room: the next status replaces this one
                 self._socket.sendto(data, target)

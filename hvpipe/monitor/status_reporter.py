@@ -146,7 +146,7 @@ def open_status_reporter(
     if world.rank == 0 and settings.live:
         if world.size > world.local_size:
             with contextlib.suppress(OSError):
-                receiver = StatusReceiver()
+                receiver = StatusReceiver(settings.ports)
         job = JobInfo(
             job=f"{world.host}-{os.getpid()}-{secrets.token_hex(2)}",
             script=Path(sys.argv[0]).name,

@@ -220,11 +220,11 @@ def test_if_one_rank_cannot_connect_mpi_carries_the_data_of_all(
 ) -> None:
     connect = ethernet.connect_mesh
 
-    def refuse(rank: int, address: str, exchange: Any, timeout_s: float, hosts: Any) -> Any:
+    def refuse(rank: int, address: str, exchange: Any, timeout_s: float, hosts: Any, **options: Any) -> Any:
         if rank == 2:
             exchange(["127.0.0.1", 9, "token", ""])
             raise InitError("Rank 2 should reach rank 0. Received: a firewall")
-        return connect(rank, address, exchange, timeout_s, hosts)
+        return connect(rank, address, exchange, timeout_s, hosts, **options)
 
     monkeypatch.setattr(ethernet, "connect_mesh", refuse)
     monkeypatch.setattr(ethernet, "_CONNECT_S", 0.5)
@@ -258,8 +258,9 @@ def test_if_one_rank_cannot_listen_mpi_carries_the_data_of_all(
 ) -> None:
     connect = ethernet.connect_mesh
 
-    def fail(rank: int, address: str, exchange: Any, timeout_s: float, hosts: Any) -> Any:
-        return connect(rank, "192.0.2.1" if rank == bad else address, exchange, timeout_s, hosts)  # RFC 5737
+    def fail(rank: int, address: str, exchange: Any, timeout_s: float, hosts: Any, **options: Any) -> Any:
+        shown = "192.0.2.1" if rank == bad else address  # RFC 5737
+        return connect(rank, shown, exchange, timeout_s, hosts, **options)
 
     monkeypatch.setattr(ethernet, "connect_mesh", fail)
     assert {world.network for world in join(Settings())} == {"MPI"}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from hvpipe.comm.objects import packed_for_user, unpacked_for_user
 from hvpipe.keras.collectives import tensors as named
 from hvpipe.keras.collectives.process_sets import ProcessSet
 from hvpipe.keras.variables import native
@@ -23,7 +23,7 @@ def allgather_object(value: Any, process_set: ProcessSet | None = None, name: st
         everything = named.allgather([mine], process_set, f"{label}.t")[0].numpy().tobytes()
     values, start = [], 0
     for length in lengths:
-        values.append(pickle.loads(everything[start : start + length]))
+        values.append(unpacked_for_user(everything[start : start + length], current().world.trusted))
         start += length
     return values
 
@@ -40,11 +40,11 @@ def broadcast_object(
         length = named.broadcast([tf.shape(mine, tf.int64)], root_rank, process_set, f"{label}.sz")[0]
         room = mine if sends else tf.zeros(length, tf.uint8)
         received = named.broadcast([room], root_rank, process_set, f"{label}.t")[0].numpy().tobytes()
-    return value if sends else pickle.loads(received)
+    return value if sends else unpacked_for_user(received, current().world.trusted)
 
 
 def _bytes_of(value: Any) -> Any:
-    return tf.io.decode_raw(tf.constant(pickle.dumps(value)), tf.uint8)
+    return tf.io.decode_raw(tf.constant(packed_for_user(value, current().world.trusted)), tf.uint8)
 
 
 def broadcast_variables(

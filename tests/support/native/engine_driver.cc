@@ -5,6 +5,9 @@
 // `hosts` pretends that two ranks share a host. `tcp` uses MPI only to tell ranks where the others listen.
 // `fail` ends the engine in the middle of a step. In one step rank 1 is so late that the watchdog reports it.
 #include <mpi.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -153,17 +156,53 @@ void RunSteps(Engine& engine, bool fails) {
   engine.buckets().RemovePlan(plan);
 }
 
+// A listening or calling socket on loopback.
+int Loopback(int port, bool listens) {
+  const int made = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<in_port_t>(port));
+  const auto* const at = reinterpret_cast<const sockaddr*>(&address);
+  const bool done = listens ? bind(made, at, sizeof address) == 0 && listen(made, SOMAXCONN) == 0
+                            : connect(made, at, sizeof address) == 0;
+  if (!done) throw Error("the driver should have a socket");
+  return made;
+}
+
+int PortOf(int listener) {
+  sockaddr_in address{};
+  socklen_t bytes = sizeof address;
+  getsockname(listener, reinterpret_cast<sockaddr*>(&address), &bytes);
+  return ntohs(address.sin_port);
+}
+
+// Each rank calls the lower ones, and says its number.
 std::shared_ptr<hvpipe::SocketMesh> Mesh() {
   int rank = 0, size = 1;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
-  const hvpipe::SocketListener listener("127.0.0.1");
+  const int listener = Loopback(0, true), own_port = PortOf(listener);
   std::vector<int> ports(static_cast<std::size_t>(size));
-  MPI_Allgather(&listener.address().port, 1, MPI_INT, ports.data(), 1, MPI_INT, MPI_COMM_WORLD);
-  std::vector<hvpipe::SocketAddress> addresses;
-  for (const int port : ports) addresses.push_back({"127.0.0.1", port});
-  return std::make_shared<hvpipe::SocketMesh>(
-      hvpipe::ConnectSockets(listener, rank, addresses, "engine_driver", 60));
+  MPI_Allgather(&own_port, 1, MPI_INT, ports.data(), 1, MPI_INT, MPI_COMM_WORLD);
+  hvpipe::Sockets sockets{rank, std::vector<int>(ports.size(), -1), {}};
+  sockets.processes.resize(ports.size(), hvpipe::ProcessName::Own());
+  for (int peer = 0; peer < rank; ++peer) {
+    const int made = Loopback(ports[static_cast<std::size_t>(peer)], false);
+    if (send(made, &rank, sizeof rank, 0) != sizeof rank) throw Error("the driver should send");
+    sockets.connected[static_cast<std::size_t>(peer)] = made;
+  }
+  for (int left = size - 1 - rank; left > 0; --left) {
+    int peer = 0;
+    const int made = accept(listener, nullptr, nullptr);
+    if (recv(made, &peer, sizeof peer, MSG_WAITALL) != sizeof peer) throw Error("the driver should receive");
+    sockets.connected[static_cast<std::size_t>(peer)] = made;
+  }
+  close(listener);
+  for (const int each : sockets.connected) {
+    if (each >= 0) hvpipe::Tune(each);
+  }
+  return std::make_shared<hvpipe::SocketMesh>(sockets);
 }
 
 void Run(const hvpipe::EngineOptions& options, bool tcp, bool fails) {
