@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <utility>
 
@@ -16,6 +17,10 @@ void EndProcess(const std::string& message, const std::string& sign) {
   std::fflush(stderr);
   if (!sign.empty()) std::ofstream{sign};
   _exit(1);
+}
+
+void FailAtExit() {
+  on_exit([](int status, void*) { _exit(status == 0 ? 1 : status); }, nullptr);
 }
 
 ExitTimer::ExitTimer(double limit_s, std::string message, std::string sign)

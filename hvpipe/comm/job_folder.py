@@ -30,6 +30,7 @@ _OLD_S = 24 * 3600.0
 _STOP = "stop"
 _CHECKPOINT = "checkpoint"
 _CHECKPOINTS = "checkpoints"
+_PRINTS = "prints-tracebacks"
 
 
 @contextlib.contextmanager
@@ -122,11 +123,34 @@ def abort_sign(folder: Path) -> Path:
     return folder / "aborting"
 
 
-def tell_error(folder: Path, rank: int, text: str) -> None:
-    """Tell `hvpipe run` the error for which this rank ends all ranks."""
+def tell_error(folder: Path, rank: int, text: str, more: str) -> bool:
+    """Tell `hvpipe run` the error for which this rank ends all ranks, and its traceback; return whether it worked."""
     with contextlib.suppress(OSError):
+        (folder / f"traceback-{rank}").write_text(more, errors="backslashreplace")
         (folder / f"error-{rank}").write_text(text, errors="backslashreplace")
         abort_sign(folder).touch()
+        return True
+    return False
+
+
+def print_tracebacks(folder: Path) -> None:
+    """Let ranks know that `hvpipe run` prints what they tell by `tell_error`."""
+    with contextlib.suppress(OSError):
+        (folder / _PRINTS).touch()
+
+
+def launcher_prints(folder: Path) -> bool:
+    """Tell whether `hvpipe run` prints what ranks tell by `tell_error`."""
+    return (folder / _PRINTS).exists()
+
+
+def told_by_rank(folder: Path) -> dict[int, tuple[str, str]]:
+    """Return the error, in a line, and the traceback of each rank of this host that has told them."""
+    ranks = sorted(int(path.name.partition("-")[2]) for path in folder.glob("error-*"))
+    return {
+        rank: ((folder / f"error-{rank}").read_text(), (folder / f"traceback-{rank}").read_text())
+        for rank in ranks
+    }
 
 
 def errors(folder: Path) -> list[str]:

@@ -152,7 +152,7 @@ def same_length(session: Session, fit: Mapping[str, Any]) -> Any:
     splits = fit.get("validation_data") is None  # otherwise Keras ignores validation_split
     kept = 1.0 - (fit.get("validation_split") or 0.0) * splits
     steps = -1 if fit.get("steps_per_epoch") is not None else _steps(x, fit.get("batch_size"), kept)
-    everyone = session.engine.allgather_object(steps)
+    everyone = session.engine.allgather_object(steps, "start of fit (the number of batches)")
     known = [count for count in everyone if count >= 0]
     if len(known) < len(everyone) or min(known) == max(known):
         return x
