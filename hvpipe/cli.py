@@ -55,6 +55,7 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: sys.argv), and return the exit code."""
     code = 0
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model's name may have letters that a terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -95,9 +96,20 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 2 if options.command in _ERROR_IS_2 else 1
 
 
+def _open_closed_streams() -> None:
+    """Give /dev/null to streams that the caller has closed. Another file would get their number, and the text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))
+
+
 def _flush_output() -> None:
-    if sys.stdout is not None:  # None if the caller has closed it
-        sys.stdout.flush()
+    sys.stdout.flush()
 
 
 def _discard_output() -> None:

@@ -38,7 +38,7 @@ class _RankRun:
 def report_run(session: Session) -> Summary | None:
     """Gather all ranks' records on rank 0, which writes the files and prints the summary. Collective."""
     settings = session.settings
-    runs: list[_RankRun] | None = session.engine.gather_object(_recorded(session))
+    runs: list[_RankRun] | None = session.engine.gather_object(_recorded(session), "the summary of the run")
     if runs is None:
         return None
     whole = Trace.merge(run.trace for run in runs)

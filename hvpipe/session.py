@@ -14,22 +14,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, in_one_line, print_with_rank
+from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, in_one_line, tell_end_of_rank
 from hvpipe.comm.discover import discover
 from hvpipe.comm.flight_record import (
     end_record,
     flight_path,
     flight_path_without_lost,
     keep_record,
-    tell_recorder,
 )
 from hvpipe.comm.job_folder import abort_sign, tell_end, tell_joined
 from hvpipe.comm.native import LeftToParent, import_native
+from hvpipe.comm.noted_exit import exit_call
 from hvpipe.comm.rank_gpu import may_have_gpu
 from hvpipe.comm.settings import Settings, job_name, strange_job_folder
 from hvpipe.comm.settings import settings as read_settings
 from hvpipe.comm.world import World, open_world
-from hvpipe.errors import HvpipeError, name_lost
+from hvpipe.errors import HvpipeError, MismatchError, name_lost
 from hvpipe.log import logger, set_log_level
 from hvpipe.monitor.core_binding import log_placement
 
@@ -137,14 +137,17 @@ class Session:
         self._start_sampler()
         tell_joined(settings.job_folder)
 
-    def close(self) -> None:
-        """Write the trace and the summary, finish pending communication, free everything. Collective."""
+    def close(self, by: str) -> None:
+        """Write the trace and the summary, finish pending communication, free everything. Collective.
+
+        `by` says to ranks that have not come what lets this one leave.
+        """
         if self._is_parents:
             return
         if self._named_calls is not None:
             self._named_calls.leave()
         # Another rank may still be working, for instance exporting the model.
-        self.agree_patiently("shutdown")
+        self.agree_patiently("shutdown", shown=by)
         self._tell_of_training_alone()
         if self.sampler is not None:
             from hvpipe.run_outputs import report_run
@@ -285,9 +288,9 @@ class Session:
         """Whether this process is a child of os.fork(), which communicates with nobody."""
         return self._is_parents
 
-    def agree_patiently(self, what: str, least_s: float = 0.0) -> None:
+    def agree_patiently(self, what: str, least_s: float = 0.0, shown: str = "") -> None:
         """Wait until all ranks call this with the same `what`, each of which may be busy with other work."""
-        self.engine.agree_patiently(what, max(self.settings.longest_shutdown_s, least_s))
+        self.engine.agree_patiently(what, max(self.settings.longest_shutdown_s, least_s), shown)
 
     def named_calls(self) -> Any:
         """Return the service for collectives that ranks call by name (csrc/named)."""
@@ -415,7 +418,7 @@ def init(
         for prepare in _when_joined:
             prepare(session)
         _session = session
-        atexit.register(shutdown)
+        atexit.register(_leave_at_exit)
 
 
 def shutdown() -> None:
@@ -433,14 +436,23 @@ def shutdown() -> None:
         hvpipe.shutdown()  # each rank continues on its own
         ```
     """
+    _leave("hvpipe.shutdown()")
+
+
+def _leave_at_exit() -> None:
+    call = exit_call()
+    _leave("the end of its script" if call is None else call.text, at_exit=True)
+
+
+def _leave(by: str, at_exit: bool = False) -> None:
     global _session
     with _lock:
         session, _session = _session, None
     if session is None:
         return
-    atexit.unregister(shutdown)
+    atexit.unregister(_leave_at_exit)
     try:
-        session.close()
+        session.close(by)
     except Exception as error:
         if session.settings.elastic and session.has_lost_ranks():
             logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
@@ -449,17 +461,37 @@ def shutdown() -> None:
             return
         if session.world.size == 1:
             raise
-        tell_recorder(in_one_line(error))
         # At exit Python would print the exception and continue, and the peers would wait.
-        print_with_rank(session.world, traceback.format_exc())
-        session.world.abort(1)
+        if at_exit and isinstance(error, MismatchError):
+            _leave_alone(session, error)
+        else:
+            tell_end_of_rank(session.world, in_one_line(error), traceback.format_exc())
+            session.world.abort(1)
+
+
+def _leave_alone(session: Session, error: MismatchError) -> None:
+    """End all ranks with the exit code of this one, whose program has ended while others still need it."""
+    call = exit_call()
+    _, _, places = str(error).partition("Received: ")
+    why = (
+        f"{'EarlyEnd' if call is None else 'SystemExit'}: this rank left while others still need it. {places}"
+    )
+    tell_end_of_rank(session.world, why.removesuffix("."), f"{why}\n")
+    if call is not None or not session.world.leaves_unfinalised():
+        session.world.abort(1 if call is None else call.code or 1)
+    # The program may have raised SystemExit. Only C will learn its exit code, and the launcher from that.
+    native = import_native()
+    native.leave_to_parent(session.engine.core)
+    if session._named_calls is not None:
+        native.leave_to_parent(session._named_calls)
+    native.fail_at_exit()
 
 
 def _leave_session_to_parent() -> None:
     """Run in every child of os.fork(): `shutdown` at its exit would end the job of its parent."""
     global _lock
     _lock = threading.Lock()  # a thread that the child lacks may have held it
-    atexit.unregister(shutdown)
+    atexit.unregister(_leave_at_exit)
     if _session is not None:
         _session.leave_to_parent()
 

@@ -74,10 +74,23 @@ std::uint64_t RecordExchange::requests() const {
 
 void RecordExchange::CheckAgreement() const {
   const Record& mine = of(rank_);
+  std::optional<int> other;
   for (int rank = 0; rank < ranks_; ++rank) {
     if (of(rank).signature == mine.signature) continue;
-    throw Disagreement("Rank", rank_, mine.what.data(), rank, of(rank).what.data());
+    if (!other || of(rank).signature == Hash(kLeaving)) other = rank;
   }
+  if (other) throw DifferentCalls(rank_, mine.what.data(), *other, of(*other));
+}
+
+Error DifferentCalls(int rank, const std::string& what, int other, const Record& theirs) {
+  if (theirs.signature != Hash(kLeaving)) return Disagreement("Rank", rank, what, other, theirs.what.data());
+  const std::string number = std::to_string(other);
+  return Error("Rank " + number +
+                   " has left the others, which still need it: every rank should make the same calls, and end "
+                   "with the others. Received: rank " +
+                   number + " is at: " + theirs.what.data() + ". Rank " + std::to_string(rank) +
+                   " is at: " + what + ".",
+               ErrorKind::kPeer);
 }
 
 Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,

@@ -70,6 +70,12 @@ class ControlExchange : public RecordExchange {
 // arrived. The exchange must get it as `from_above`.
 std::optional<Record> TakeRecord(Transport& transport, int rank, int tag);
 
+// What a rank that leaves the others is at; all ranks leave together.
+inline constexpr char kLeaving[] = "shutdown";
+
+// The error that this rank is at `what`, and the rank `other` at something else, or leaves.
+Error DifferentCalls(int rank, const std::string& what, int other, const Record& theirs);
+
 // The error that `rank` and `other` are at different operations. `kind` is "Rank" or "Local rank".
 Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,
                    const std::string& others_what);

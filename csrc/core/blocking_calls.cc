@@ -9,6 +9,9 @@
 
 namespace hvpipe {
 
+// Another thread of a rank may be about to make the call that is missing.
+constexpr double kPatienceS = 1.0;
+
 std::shared_ptr<Operation> BlockingCalls::MakeOperation(const std::string& what) {
   auto operation = std::make_shared<Operation>();
   operation->what = what;
@@ -61,7 +64,6 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   if (window == nullptr) return progress_.Run(queued(), interrupt);
   // Within a host, only shared memory says where the peers are. Without this check a rank would wait until
   // the deadline for a peer that makes another call.
-  constexpr double kPatienceS = 1.0;
   double first_look_s = 0;
   const auto watched = [&] {
     interrupt();
@@ -76,6 +78,18 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   progress_.RunBrief(std::ref(make), std::ref(queued), std::ref(watched));
 }
 
+// Throw if a rank waits in shared memory for this one, which leaves: only so does this one learn of it.
+void BlockingCalls::CheckNobodyWaits(const std::string& shown) {
+  const SharedWindow* const window = route_.only_window();
+  if (window == nullptr) return;
+  const int rank = network_.topology().rank;
+  const std::uint64_t next = window->written(rank).load(std::memory_order_relaxed);
+  for (int peer = 0; peer < window->size(); ++peer) {
+    if (window->written(peer).load(std::memory_order_acquire) <= next) continue;
+    throw Disagreement("Rank", rank, shown, peer, window->header(peer, next).what);
+  }
+}
+
 // Throw if the next rank is at another call: it has sent a control record instead of writing to the window.
 // The record of a later operation proves nothing, because another thread of this rank may be about to
 // announce it.
@@ -87,7 +101,7 @@ void BlockingCalls::CheckPeersAreHere(SharedWindow& window, const Operation& own
   if (theirs.load(std::memory_order_acquire) >= mine.load(std::memory_order_relaxed)) return;
   const std::optional<Record> record = EarlyRecord();
   if (!record || record->sequence > own.sequence()) return;
-  throw Disagreement("Rank", topology.rank, own.what, above, record->what.data());
+  throw DifferentCalls(topology.rank, own.what, above, *record);
 }
 
 std::optional<Record> BlockingCalls::EarlyRecord() {
@@ -124,7 +138,7 @@ std::vector<double> BlockingCalls::Agree(const std::string& what, double samples
   if (size == 1) return {samples};
   const Turns::Turn turn = TakeTurn(interrupt);
   auto operation = std::make_shared<Operation>();
-  operation->what = what;
+  operation->what = patience.shown.empty() ? what : patience.shown;
   operation->priority = kControlPriority;
   operation->limit_s = patience.limit_s;
   agreement_.AddStage(*operation, samples, Hash(what));
@@ -137,6 +151,7 @@ std::vector<double> BlockingCalls::Agree(const std::string& what, double samples
   bool told = !patience.late;
   const auto watched = [&] {
     interrupt();
+    if (what == kLeaving && Now() - start_s > kPatienceS) CheckNobodyWaits(operation->what);
     if (told || Now() - start_s < patience.late_s) return;
     told = true;
     std::optional<int> missing;

@@ -23,6 +23,7 @@ struct Patience {
   // Called once, after `late_s` seconds, with the next rank if nothing has come from it.
   std::function<void(int rank)> late;
   double late_s = 0;
+  std::string shown;  // what messages call this rank's part, which may differ from rank to rank; empty: `what`
 };
 
 // Each call first checks that all ranks make the same call, and runs on the calling thread.
@@ -62,6 +63,7 @@ class BlockingCalls {
 
  private:
   void RunChecked(const std::string& what, Operation::MakeCollective make, const Interrupt& interrupt);
+  void CheckNobodyWaits(const std::string& shown);
   void CheckPeersAreHere(SharedWindow& window, const Operation& own);
 
   Progress& progress_;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <utility>
 
 namespace hvpipe {
@@ -16,6 +17,10 @@ void EndProcess(const std::string& message, const std::string& sign) {
   std::fflush(stderr);
   if (!sign.empty()) open(sign.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
   _exit(1);
+}
+
+void FailAtExit() {
+  on_exit([](int status, void*) { _exit(status == 0 ? 1 : status); }, nullptr);
 }
 
 ExitTimer::ExitTimer(double limit_s, std::string message, std::string sign)

@@ -86,6 +86,7 @@ void FlightRecorder::SetRank(int rank, int size) {
 }
 
 void FlightRecorder::Add(Flight kind, std::string_view what, std::uint64_t sequence, double at_s) {
+  if (kind == Flight::kStep) file_->header.steps.fetch_add(1, std::memory_order_relaxed);
   if (!records_.load(std::memory_order_relaxed)) return;
   const std::uint64_t number = file_->header.next.fetch_add(1, std::memory_order_relaxed);
   Event& event = file_->events[number % kEvents];
@@ -98,9 +99,8 @@ void FlightRecorder::Add(Flight kind, std::string_view what, std::uint64_t seque
   event.number.store(number + 1, std::memory_order_release);
 }
 
-void FlightRecorder::Beat(std::uint64_t steps, std::uint64_t operations) {
+void FlightRecorder::Beat(std::uint64_t operations) {
   Header& header = file_->header;
-  header.steps = steps;
   header.operations = operations;
   const double now = Now();
   NoticeFreeze(now);

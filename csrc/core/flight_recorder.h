@@ -44,12 +44,12 @@ class FlightRecorder {
   FlightRecorder& operator=(const FlightRecorder&) = delete;
 
   void SetRank(int rank, int size);
-  // `sequence`: of the operation, or the step.
+  // `sequence`: of the operation, or the step. A step is also counted, at once, because the process may end now.
   void Add(Flight kind, std::string_view what, std::uint64_t sequence, double at_s = Now());
   // Whether to record from now on.
   void Record(bool on) { records_.store(on, std::memory_order_relaxed); }
   // This rank still runs. Called several times a second.
-  void Beat(std::uint64_t steps, std::uint64_t operations);
+  void Beat(std::uint64_t operations);
   // Why this rank ends. The first call counts.
   void End(std::string_view why);
   // This rank ends properly.
@@ -75,7 +75,8 @@ class FlightRecorder {
     double began_s, beat_s, ended_s;
     double frozen_s, thawed_s;  // the last time that this process did not run for kFrozenS
     std::atomic<std::uint64_t> next;
-    std::uint64_t steps, operations;
+    std::atomic<std::uint64_t> steps;
+    std::uint64_t operations;
     std::int32_t signal;
     std::atomic<std::uint32_t> ending;
     char host[64];

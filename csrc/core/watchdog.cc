@@ -168,7 +168,7 @@ void Watchdog::Loop() {
       wake_.wait_for(lock, kPeriod, [&] { return stop_ || reported_; });
       if (stop_) return;
     }
-    telemetry_.flight.Beat(telemetry_.counters.steps.value(), telemetry_.counters.operations.value());
+    telemetry_.flight.Beat(telemetry_.counters.operations.value());
     if (const auto end_if_stuck = others().end_if_stuck) end_if_stuck();
     try {
       if (works) Step(Now());

@@ -211,6 +211,7 @@ NB_MODULE(_engine, m) {
   BindArrays(m);
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
   m.def("leave_to_parent", &LeaveToParent, nb::arg("object"));
+  m.def("fail_at_exit", &hvpipe::FailAtExit);
   m.def("now", &hvpipe::Now);
   m.def(
       "handle_in_copy",

@@ -112,10 +112,11 @@ std::vector<double> Agree(Engine& engine, const std::string& what, double sample
 
 // `late` is called once, after `late_s` seconds, with the number of a rank that has not come.
 void AgreePatiently(Engine& engine, const std::string& what, double limit_s, double late_s,
-                    const nb::callable& late) {
+                    const nb::callable& late, const std::string& shown) {
   Patience patience;
   patience.limit_s = limit_s;
   patience.late_s = late_s;
+  patience.shown = shown;
   patience.late = [&late](int rank) {
     const nb::gil_scoped_acquire acquire;
     late(rank);
@@ -136,7 +137,7 @@ void BindCollectives(EngineClass& engine) {
       .def("all_gather", &AllGather, nb::arg("array"), nb::arg("out").noconvert(), nb::arg("what"))
       .def("agree", &Agree, nb::arg("what"), nb::arg("samples") = 0.0)
       .def("agree_patiently", &AgreePatiently, nb::arg("what"), nb::arg("limit_s"), nb::arg("late_s"),
-           nb::arg("late"))
+           nb::arg("late"), nb::arg("shown") = "")
       .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
            nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"), nb::arg("refusal"))
       .def_prop_ro("nccl_connects_all", [](const Engine& self) { return self.device().nccl_connects_all(); })

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class WriterOptions:
         timeout_s: How long rank 0 waits for the parts of the others, in seconds.
         on_change: Called with True when writing begins, and with False when it has ended.
         on_complete: Called on rank 0 with each checkpoint that it has completed.
+        on_failure: Called on other ranks when their part was not written. Then all call `share_failure`.
         gives_up: Whether to wait no longer for the parts of other ranks.
     """
 
@@ -64,6 +66,7 @@ class WriterOptions:
     timeout_s: float = 300.0
     on_change: Callable[[bool], None] = lambda busy: None
     on_complete: Callable[[Path], None] = lambda place: None
+    on_failure: Callable[[], None] = lambda: None
     gives_up: Callable[[], bool] = lambda: False
 
 
@@ -75,6 +78,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._lost: frozenset[int] = frozenset()
+        self._others_failure: str | None = None
+        self._part_ended = threading.Event()
         self._left: set[str] = set()  # names of checkpoints that failed
 
     def lose(self, ranks: Iterable[int]) -> None:
@@ -84,13 +89,31 @@ class Writer:
     def start(self, snapshot: Snapshot) -> None:
         """Begin to write. Waits first for the checkpoint before it."""
         self.wait()
-        self._failure = None
+        self._failure = self._others_failure = None
+        self._part_ended.clear()
         self._options.on_change(True)
         # A daemon: a process that ends for another reason must not wait for a disk.
         self._thread = threading.Thread(
             target=self._run, args=(snapshot,), name="hvpipe-checkpoint", daemon=True
         )
         self._thread.start()
+
+    def share_failure(self, gather: Callable[[str | None], Sequence[str | None]]) -> None:
+        """Let rank 0 wait no longer for a part that another rank could not write; collective.
+
+        Args:
+            gather: Returns what each rank gives it, in rank order. It goes by the ranks' own connection: their
+                disk may be full.
+        """
+        causes = gather(self._failure)
+        failed = next(((rank, cause) for rank, cause in enumerate(causes) if rank > 0 and cause), None)
+        if failed is not None:
+            self._others_failure = f"rank {failed[0]}: {failed[1]}"
+
+    def wait_for_part(self) -> None:
+        """Wait until this rank has written its part, or could not."""
+        if self._thread is not None:
+            self._part_ended.wait()
 
     def wait(self) -> str | None:
         """Wait until this rank has written its part, on rank 0 until the checkpoint is complete.
@@ -111,13 +134,16 @@ class Writer:
                 folders.abandon(options.folder, self._left - {name})
             place = folders.begin(options.folder, position.step, snapshot.manifest.run)
             self._write_part(place, snapshot)
+            self._part_ended.set()
             if options.rank == 0:
                 folders.finish(place, replace(snapshot.manifest, parts=self._parts(place)))
                 options.on_complete(place)
                 folders.prune(options.folder, options.keep, place)
         except Exception as error:  # nobody catches it: unreported, it would look like success
-            self._failure = _text(error)
+            self._failure = _text(error, options.folder / name)
             self._left.add(name)
+            if options.rank > 0:
+                options.on_failure()
             logger.error(
                 "hvpipe: the checkpoint of step %d in %s was not written; the one before it is still there. "
                 "Received on rank %d: %s",
@@ -127,6 +153,7 @@ class Writer:
                 self._failure,
             )
         finally:
+            self._part_ended.set()
             options.on_change(False)
 
     def _write_part(self, place: Path, snapshot: Snapshot) -> None:
@@ -142,9 +169,10 @@ class Writer:
         try:
             file = write_file(place / f"rank-{rank}.npz", lambda sink: write_arrays(sink, snapshot.values))
         except Exception as error:
-            # Tell rank 0 not to wait for this part. On a full disk this may fail, too; then it waits.
+            # Rank 0 reads this sooner than it hears of it by `share_failure`, unless the disk is full.
             if rank > 0:
-                folders.announce_part(place, replace(part, notes={_FAILED: _text(error)}))
+                with contextlib.suppress(OSError):
+                    folders.announce_part(place, replace(part, notes={_FAILED: _text(error, place)}))
             raise
         folders.announce_part(place, replace(part, file=file))
 
@@ -159,6 +187,8 @@ class Writer:
             if part is not None:
                 found.append(part)
                 continue
+            if self._others_failure is not None:
+                raise HvpipeError(self._others_failure)
             if len(found) in self._lost:
                 raise HvpipeError(f"rank {len(found)} was lost before it had written its part")
             if self._options.gives_up():
@@ -176,6 +206,8 @@ class Writer:
         return tuple(found)
 
 
-def _text(error: Exception) -> str:
-    """Return the text of an error, with its type unless the text is meant for users."""
-    return str(error) if isinstance(error, (HvpipeError, OSError)) else f"{type(error).__name__}: {error}"
+def _text(error: Exception, place: Path) -> str:
+    """Return the text of an error, with its type unless the text is meant for users, and with its path."""
+    if isinstance(error, OSError):
+        return str(error) if error.filename is not None else f"{error}: {str(place)!r}"
+    return str(error) if isinstance(error, HvpipeError) else f"{type(error).__name__}: {error}"

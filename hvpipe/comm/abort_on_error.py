@@ -6,22 +6,29 @@ import contextlib
 import os
 import re
 import sys
+import time
 import traceback
 from types import TracebackType
 
 from hvpipe.comm.flight_record import tell_recorder
-from hvpipe.comm.job_folder import tell_error
+from hvpipe.comm.job_folder import launcher_prints, tell_error
+from hvpipe.comm.noted_exit import note_exits
 from hvpipe.comm.settings import job_folder
 from hvpipe.comm.world import StartedWorld, World, started_world
 
 # How lines begin that say where an error happened.
 _PLACES = ("Detected at node", "<stack traces", "Stack trace", "Traceback")
 
+# Errors of a rank that another one has left. That rank knows the cause, and the exit code of the job.
+_FOLLOWS = ("PeerError", "UnavailableError")
+_CAUSE_FIRST_S = 2.0
+
 
 def abort_on_uncaught_errors() -> None:
     """Install the hook that ends all ranks after an uncaught exception. Another call does nothing."""
     if not isinstance(sys.excepthook, _AbortAllRanks):
         sys.excepthook = _AbortAllRanks()
+    note_exits()
 
 
 def in_one_line(error: BaseException) -> str:
@@ -38,21 +45,27 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}".removesuffix(": ").removesuffix(".")
 
 
-def print_with_rank(world: World | StartedWorld, text: str) -> None:
-    """Print a traceback on stderr under a line that names the rank and its host."""
+def tell_end_of_rank(world: World | StartedWorld, why: str, text: str) -> None:
+    """Record why this rank ends, and print the text, or let `hvpipe run` do it after the job's other output.
+
+    Args:
+        world: The ranks.
+        why: The cause in one line. It begins with the kind of the error.
+        text: The traceback, or what else tells more.
+    """
+    tell_recorder(why)
+    folder = job_folder()
+    if folder is not None:
+        kind, _, rest = why.partition(":")
+        told = tell_error(folder, world.rank, f"{kind} on rank {world.rank}:{rest}", text)
+        if told and launcher_prints(folder):
+            return
     # One write, so that ranks that fail together do not mix their lines.
     message = f"\nhvpipe: rank {world.rank} of {world.size} on {world.host} failed:\n{text}"
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.write(message)
         sys.stderr.flush()
-
-
-def _tell_launcher(world: World | StartedWorld, text: str) -> None:
-    """Tell `hvpipe run` why this rank fails, and that the launcher should end now."""
-    folder = job_folder()
-    if folder is not None:
-        tell_error(folder, world.rank, text)
 
 
 class _AbortAllRanks:
@@ -75,8 +88,9 @@ class _AbortAllRanks:
             self._previous(kind, error, trace)
             world.abort(130)
         else:
-            told = in_one_line(error)
-            tell_recorder(told)
-            _tell_launcher(world, f"{kind.__name__} on rank {world.rank}{told.removeprefix(kind.__name__)}")
-            print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
+            tell_end_of_rank(
+                world, in_one_line(error), "".join(traceback.format_exception(kind, error, trace))
+            )
+            if kind.__name__ in _FOLLOWS:
+                time.sleep(_CAUSE_FIRST_S)  # the launcher ends this rank sooner
             world.abort(1)

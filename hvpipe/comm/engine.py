@@ -292,7 +292,7 @@ class Engine:
         """
         return [samples] if self.core is None else list(self.core.agree(what, samples))
 
-    def agree_patiently(self, what: str, limit_s: float) -> None:
+    def agree_patiently(self, what: str, limit_s: float, shown: str = "") -> None:
         """Wait until all ranks call this with the same `what`. A rank may be busy with other work for long.
 
         After a minute, the rank before a missing one warns.
@@ -300,6 +300,7 @@ class Engine:
         Args:
             what: Names the meeting point.
             limit_s: The longest wait, in seconds, instead of the engine's time limit.
+            shown: What messages call this rank's part; `what` if not given.
         """
         if self.core is None:
             return
@@ -312,7 +313,7 @@ class Engine:
                 *(self.world.rank, self.world.host, late_s, what, missing, limit_s),
             )
 
-        self.core.agree_patiently(what, limit_s, late_s, warn)
+        self.core.agree_patiently(what, limit_s, late_s, warn, shown)
 
     def request(self, bits: int, wanted: bool = True) -> None:
         """Set or clear bits that all ranks see in `requests` after the next exchange. Any thread may call.
@@ -331,19 +332,19 @@ class Engine:
             return self._own_requests
         return int(self.core.requests())
 
-    def allgather_object(self, value: Any) -> list[Any]:
-        """Return the plain values (see hvpipe.comm.objects) of all ranks, in rank order."""
-        self.agree("allgather_object")
+    def allgather_object(self, value: Any, what: str = "allgather_object") -> list[Any]:
+        """Return the plain values (see hvpipe.comm.objects) of all ranks. `what`: what the user did, for errors."""
+        self.agree(what)
         return self.world.allgather_object(value)
 
-    def gather_object(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
-        self.agree("gather_object")
+    def gather_object(self, value: Any, what: str = "gather_object") -> list[Any] | None:
+        """Return the plain values of all ranks, in rank order, on rank 0, and None on the others."""
+        self.agree(what)
         return self.world.gather_object(value)
 
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+    def broadcast_object(self, value: Any, root: int = 0, what: str = "") -> Any:
         """Return the plain value of rank `root` on every rank."""
-        self.agree(f"broadcast_object from rank {root}")
+        self.agree(what or f"broadcast_object from rank {root}")
         return self.world.broadcast_object(value, root)
 
     def allgather_any_object(self, value: Any) -> list[Any]:

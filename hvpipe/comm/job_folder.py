@@ -31,6 +31,7 @@ _MOST_BYTES = 1 << 24  # that anybody tells in one file
 _STOP = "stop"
 _CHECKPOINT = "checkpoint"
 _CHECKPOINTS = "checkpoints"
+_PRINTS = "prints-tracebacks"
 
 
 @contextlib.contextmanager
@@ -119,11 +120,41 @@ def any_aborts(folder: Path) -> bool:
     return is_own(folder) and abort_sign(folder).exists()
 
 
-def tell_error(folder: Path, rank: int, text: str) -> None:
-    """Tell `hvpipe run` the error for which this rank ends all ranks."""
+def tell_error(folder: Path, rank: int, text: str, more: str) -> bool:
+    """Tell `hvpipe run` the error for which this rank ends all ranks, and its traceback.
+
+    Returns:
+        Whether it is told.
+    """
     with contextlib.suppress(OSError):
+        (folder / f"traceback-{rank}").write_text(more, errors="backslashreplace")
         (folder / f"error-{rank}").write_text(text, errors="backslashreplace")
         abort_sign(folder).touch()
+        return True
+    return False
+
+
+def print_tracebacks(folder: Path) -> None:
+    """Let ranks know that `hvpipe run` prints what they tell by `tell_error`."""
+    with contextlib.suppress(OSError):
+        (folder / _PRINTS).touch()
+
+
+def launcher_prints(folder: Path) -> bool:
+    """Tell whether `hvpipe run` prints what ranks tell by `tell_error`."""
+    return (folder / _PRINTS).exists()
+
+
+def told_by_rank(folder: Path) -> dict[int, tuple[str, str]]:
+    """Return the error, in a line, and the traceback of each rank of this host that has told them."""
+    found = {}
+    for path in folder.glob("error-*"):
+        number = path.name.partition("-")[2]
+        told = [read_own(folder / f"{kind}-{number}", _MOST_BYTES) for kind in ("error", "traceback")]
+        if number.isdigit() and told[0] is not None:
+            error, traceback = ((text or b"").decode(errors="replace") for text in told)
+            found[int(number)] = error, traceback
+    return dict(sorted(found.items()))
 
 
 def errors(folder: Path) -> list[str]:

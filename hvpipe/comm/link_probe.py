@@ -80,8 +80,8 @@ def measure_links(
         if rank == pair[0]:
             fitted = fit_link(sizes_bytes, [statistics.mean(each) for each in zip(*found, strict=True)])
             mine[pair] = sustained(fitted, two_largest, (idle_s[0], idle_s[1]))
-    engine.agree("links: the last pair")
-    return {pair: link for some in engine.allgather_object(mine) for pair, link in some.items()}
+    found_by = engine.allgather_object(mine, "links: the last pair")
+    return {pair: link for some in found_by for pair, link in some.items()}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -43,6 +44,9 @@ _BY_SRUN = (
     "srun should use the PMI of this MPI: `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH and "
     "Intel MPI (`srun --mpi=list` shows the choices), or use `hvpipe run` inside the allocation."
 )
+
+_initialised = False
+"""Whether hvpipe has initialised MPI, and so finalises it."""
 
 _abandoned: list[Any] = []
 """Requests whose wait ended with an error. MPI may still use their buffers, which they hold."""
@@ -215,6 +219,11 @@ class MpiWorld:
         """End all ranks now, with this exit code. Does not return."""
         _abort(self._mpi, code)
 
+    def leaves_unfinalised(self) -> bool:
+        """Let this process end without MPI_Finalize; return whether hvpipe would have called it."""
+        atexit.unregister(_finalise)
+        return _initialised
+
     def close(self) -> None:
         """Free the communicators, on every rank. The engine and the named calls must have stopped."""
         if self._closed:
@@ -377,13 +386,13 @@ def _import_mpi() -> ModuleType:
 
 def _initialise(mpi: ModuleType, who: str, timeout_s: float, shutdown_timeout_s: float) -> None:
     """Initialise MPI as mpi4py's import would have done."""
-    import atexit
-
+    global _initialised
     library = short_version(mpi.Get_library_version())
     with limited_call(who, library, "MPI_Init", max(timeout_s, _LEAST_INIT_S), "HVPIPE_TIMEOUT"):
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     limit = limited_call(who, library, "MPI_Finalize", shutdown_timeout_s, "HVPIPE_SHUTDOWN_TIMEOUT")
     atexit.register(_finalise, mpi, os.getpid(), limit)
+    _initialised = True
 
 
 def _finalise(mpi: ModuleType, process: int, limit: AbstractContextManager[None]) -> None:

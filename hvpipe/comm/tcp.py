@@ -142,6 +142,14 @@ class TcpWorld:
         finally:
             os._exit(code)
 
+    def leaves_unfinalised(self) -> bool:
+        """Let this process end; return whether nothing else would wait for the others then."""
+        if self._joined_by is not None:
+            return self._joined_by.leaves_unfinalised()
+        native = import_native()
+        native.leave_to_parent(self._mesh)
+        return True
+
     def close(self) -> None:
         """Close the connections, on every rank. The engine and the named calls must have stopped."""
         global _opened

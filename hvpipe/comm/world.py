@@ -101,6 +101,9 @@ class World(Protocol):
     def abort(self, code: int = 1) -> None:
         """End all ranks now, with this exit code. Does not return."""
 
+    def leaves_unfinalised(self) -> bool:
+        """Let this process end without waiting for the others; return whether it can."""
+
     def close(self) -> None:
         """Free what connects the ranks. Another call does nothing."""
 
@@ -146,6 +149,9 @@ class SingleWorld:
 
     def abort(self, code: int = 1) -> None:
         sys.exit(code)
+
+    def leaves_unfinalised(self) -> bool:
+        return True
 
     def close(self) -> None:
         pass

@@ -19,11 +19,13 @@ from hvpipe.comm.job_folder import (
     errors,
     last_checkpoint,
     new_job_folder,
+    print_tracebacks,
     read_end,
     read_loss,
 )
 from hvpipe.commands import join, lost_hosts, rank_output
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
+from hvpipe.commands.told_errors import print_told
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
 # Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
@@ -77,6 +79,8 @@ class Restarting:
         self._elastic = getattr(options, "elastic", False)
         self._least = getattr(options, "min_np", None) or 1
         self._agent = getattr(options, "rsh_agent", None)
+        self._verbose = getattr(options, "verbose", False)
+        self._writes_files = getattr(options, "output_filename", None) is not None
 
     def __call__(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run the command until it succeeds, is asked to stop, or fails too often; return its exit code."""
@@ -85,13 +89,18 @@ class Restarting:
             with new_job_folder() as folder:
                 join.register(folder, self.places, self._agent, self._least)
                 earlier = self._records()
-                outcome = supervise_job(command, environ, folder, self._grace)
+                if not (self._verbose or self._writes_files):  # files should have the tracebacks, too
+                    print_tracebacks(folder)
+                outcome = supervise_job(command, environ, folder, self._grace, quiet=not self._verbose)
                 ended = read_end(folder)
                 if outcome.code == 0 and not ended and self._lacks_an_end(folder):
                     outcome = replace(outcome, code=1)
                     print(_NO_END, file=sys.stderr, flush=True)
+                told = not (self._verbose or self._writes_files) and print_told(folder)
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
-                    self._say_what_happened(folder, earlier, outcome.code)
+                    told = self._say_what_happened(folder, earlier, outcome.code) or told
+                if not told:
+                    print(outcome.kept, end="", file=sys.stderr, flush=True)
                 why_not = self._why_not_again(outcome, folder, failed_before, left)
                 checkpoint = last_checkpoint(folder)
                 wanted = join.wanted(folder)
@@ -176,8 +185,8 @@ class Restarting:
         """Return the folders of the starts in the folder of --flight-recorder."""
         return set(Path(self._flight_folder).glob("*")) if self._flight_folder else set()
 
-    def _say_what_happened(self, folder: Path, earlier: set[Path], code: int) -> None:
-        """Print what the recorders of this host's ranks say, if any of them ended badly."""
+    def _say_what_happened(self, folder: Path, earlier: set[Path], code: int) -> bool:
+        """Print what the recorders of this host's ranks say, if any of them ended badly; return whether one did."""
         kept = self._flight_folder
         new = self._records() - earlier if kept else set(folder.glob("flight*"))
         try:
@@ -185,12 +194,13 @@ class Restarting:
             newest = next(iter(story.newest_first(new)), None)
             flights = story.read_records(newest).flights if newest else ()
         except (HvpipeError, OSError):
-            return
+            return False
         if not flights:
-            return
+            return False
         more = f" More: hvpipe blackbox {kept}" if kept else ""
         verdict = story.verdict(flights, code if self._knows_codes else None)
         print(f"hvpipe run: {verdict}{more}", file=sys.stderr, flush=True)
+        return True
 
 
 def _tell_loss(loss: Loss, checkpoint: str | None) -> None:

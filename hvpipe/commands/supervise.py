@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvpipe.comm.job_folder import STOPPED, any_aborts, any_listens, ask_to_stop
+from hvpipe.commands.launcher_noise import FilteredErrors
 from hvpipe.errors import LaunchError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -70,10 +71,17 @@ class Grace:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: its exit code, 128 + n for signal n; and whether this process got a signal."""
+    """How a command ended.
+
+    Attributes:
+        code: Its exit code; 128 + n for signal n.
+        asked: Whether this process got a signal.
+        kept: What was not printed of its output; see `launcher_noise`.
+    """
 
     code: int
     asked: bool
+    kept: str = ""
 
 
 def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float = 5.0) -> int:
@@ -83,7 +91,12 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float
 
 
 def supervise_job(
-    command: Sequence[str], environ: Mapping[str, str], folder: Path, grace: Grace = Grace()
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    folder: Path,
+    grace: Grace = Grace(),
+    *,
+    quiet: bool = False,
 ) -> Outcome:
     """Run a command until it ends. Call it from the main thread.
 
@@ -100,12 +113,13 @@ def supervise_job(
         folder: The job folder, shared with the ranks of this host. They say there that they listen, fail, or
             have completed a checkpoint.
         grace: How long to wait.
+        quiet: Whether to keep back what the launcher prints around a rank's failure.
 
     Returns:
         The command's exit code; 128 + n if signal n ended it or was sent to this process, except that 75
         stays 75: the ranks have written a checkpoint first.
     """
-    supervisor = _Supervisor(grace, folder)
+    supervisor = _Supervisor(grace, folder, quiet)
     before = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
     # Signals that were ignored (nohup, a background job of a script) stay ignored.
     replaced = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
@@ -124,8 +138,9 @@ def supervise_job(
 class _Supervisor:
     """One running command, and its signal handlers."""
 
-    def __init__(self, grace: Grace, folder: Path) -> None:
+    def __init__(self, grace: Grace, folder: Path, quiet: bool) -> None:
         self._grace = grace
+        self._quiet = quiet
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._received: int | None = None
@@ -147,11 +162,13 @@ class _Supervisor:
                 env=dict(environ),
                 start_new_session=True,
                 preexec_fn=_end_with_this_process(),
+                stderr=subprocess.PIPE if self._quiet else None,
             )
         except OSError as error:
             raise LaunchError(f"The launcher should start. Received: {error}") from error
         if self._received is not None:  # the signal came while the process started
             self._end(self._received)
+        errors = FilteredErrors(self._process) if self._quiet else None
         done = threading.Event()
         watcher = threading.Thread(target=self._end_stuck_launcher, args=(self._process, done), daemon=True)
         watcher.start()
@@ -161,9 +178,10 @@ class _Supervisor:
             self._timer.cancel()
         if self._received is not None or code != 0:
             kill_session(self._process.pid)
+        kept = "" if errors is None else errors.end()
         if self._received is not None and code != STOPPED:
-            return Outcome(128 + self._received, self.asked)
-        return Outcome(code if code >= 0 else 128 - code, self.asked)
+            return Outcome(128 + self._received, self.asked, kept)
+        return Outcome(code if code >= 0 else 128 - code, self.asked, kept)
 
     def _end_stuck_launcher(self, process: subprocess.Popen[bytes], done: threading.Event) -> None:
         """Kill a launcher that a rank has asked to end the job, and that does not.

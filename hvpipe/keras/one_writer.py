@@ -38,7 +38,7 @@ def with_one_writer(
 
 def written_before(session: Session, places: Sequence[Place | None]) -> set[Place]:
     """Return the paths that lower ranks write to; collective. `places` are this rank's own."""
-    everyone = session.engine.allgather_object(list(places))
+    everyone = session.engine.allgather_object(list(places), "the callbacks of fit")
     return {place for of_rank in everyone[: session.world.rank] for place in of_rank if place is not None}
 
 

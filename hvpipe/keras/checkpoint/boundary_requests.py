@@ -13,6 +13,8 @@ STOP = 1
 BUSY = 2
 """A rank still writes the checkpoint before."""
 _TIME = 4  # rank 0's clock says that a checkpoint is due
+FAILED = 8
+"""A rank has not written its part of the checkpoint."""
 
 
 class CheckpointTimer:

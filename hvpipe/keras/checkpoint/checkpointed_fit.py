@@ -22,7 +22,7 @@ from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
 from hvpipe.comm.job_folder import STOPPED, TOO_FEW, tell_checkpoints
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.checkpoint.boundary_requests import BUSY, STOP, CheckpointTimer
+from hvpipe.keras.checkpoint.boundary_requests import BUSY, FAILED, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
 from hvpipe.keras.checkpoint.data_position import FIRST_EPOCH, WITHIN, ResumedReading, epochs_read
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
@@ -142,6 +142,7 @@ class CheckpointedFit:
                 timeout_s=session.settings.timeout_s,
                 on_change=lambda busy: session.engine.request(BUSY, busy),
                 on_complete=tell_launcher(session.settings.job_folder),
+                on_failure=lambda: session.engine.request(FAILED),
                 gives_up=gives_up,
             )
         )
@@ -197,6 +198,7 @@ class CheckpointedFit:
         self._follow_ranks()
         unsaved = self._session.engine.agree("the last checkpoint", float(self._step > self._saved_step))
         if any(unsaved):
+            self._wait_for_parts("the checkpoint before the last one")
             self._write()
         self._wait_for_all()
         return any(self._session.engine.agree("whether to stop", float(self._stop.arrived())))
@@ -362,6 +364,8 @@ class CheckpointedFit:
         engine = self._session.engine
         if self._stop.arrived():
             engine.request(STOP)
+        if engine.requests() & FAILED:
+            self._session.run_section(self._share_failure)
         if not self._state.can_write():
             return
         if self._state.too_few():
@@ -455,13 +459,30 @@ class CheckpointedFit:
             )
         raise SystemExit(code)
 
+    def _wait_for_parts(self, what: str) -> None:
+        """Wait until no rank writes its part any more; collective."""
+        assert self._writer is not None
+        self._writer.wait_for_part()
+        self._session.agree_patiently(f"{what} (a rank may still write)")
+        self._share_failure()
+
+    def _share_failure(self) -> None:
+        """Let rank 0 know which rank could not write its part, and why; collective."""
+        engine = self._session.engine
+        engine.request(FAILED, False)
+        assert self._writer is not None
+        self._writer.share_failure(
+            lambda failure: engine.allgather_object(failure, "whether all ranks have written their part")
+        )
+
     def _wait_for_all(self) -> None:
         """Wait until the last checkpoint is complete. Raises HvpipeError, on all ranks, if it failed."""
         engine, what = self._session.engine, f"the checkpoint of step {self._step}"
-        failure = None if self._writer is None else self._writer.wait()
-        self._session.agree_patiently(f"{what} (a rank may still write)")
+        self._wait_for_parts(what)
+        assert self._writer is not None
+        failure = self._writer.wait()
         if any(engine.agree(what, float(failure is not None))):
-            causes = engine.allgather_object(failure)
+            causes = engine.allgather_object(failure, what)
             rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause is not None)
             raise HvpipeError(
                 f"Rank {rank} could not write {what} to {self._options.folder}: {cause}. "

@@ -148,7 +148,7 @@ class PipelineState:
             undo.undo()
             trains = bool(compat.trained_variables(optimizer_of(self.pipeline)))
             mine = Held(place, trains, frozenset(state.named))
-        held = self.session.engine.allgather_object(mine)
+        held = self.session.engine.allgather_object(mine, "saving replicas")
         divided = shares(held, 0 if state is None else len(state.variables))
         self._share = None if divided is None else divided[self.session.world.rank]
         return divided is not None

@@ -115,7 +115,7 @@ def registered(process_set: ProcessSet | Sequence[int], *, may_exist: bool) -> P
     calls = current().named_calls()
     found = [calls.set_of(ranks) if may_exist else -1 for ranks in sets]
     if may_exist:
-        everyone = current().engine.allgather_object((sets, found))
+        everyone = current().engine.allgather_object((sets, found), "process sets given to init")
         if any(each != everyone[0] for each in everyone):
             raise MismatchError(f"All ranks should give the same process sets. Received, by rank: {everyone}")
     try:
@@ -159,7 +159,9 @@ def _of_every_part(process_set: ProcessSet, mine: Any) -> list[Any]:
 
     If any rank has made its set from a list of ranks, return only this rank's.
     """
-    given = current().engine.allgather_object((mine, process_set.mpi_comm is not None))
+    given = current().engine.allgather_object(
+        (mine, process_set.mpi_comm is not None), "adding or removing a process set"
+    )
     if not all(from_communicator for _, from_communicator in given):
         return [mine]
     parts = [part for part, _ in given]

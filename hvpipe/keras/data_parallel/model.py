@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, MismatchError, listed
 from hvpipe.keras.arguments import by_name, keep_order, takes
 from hvpipe.keras.callbacks import average_logs, means_in_logs, reads_at_batches, stop_together
 from hvpipe.keras.collectives.sync_batch_norm import normalise_alone, normalise_over_ranks
@@ -311,7 +311,7 @@ class DataParallel:
         """Continue with rank 0's state if callbacks have changed it on some ranks; collective."""
         when = f"at the start of epoch {epoch + 1}"
         self._means = None
-        anywhere = self.session.engine.agree(when, float(self._set))
+        anywhere = self.session.engine.agree(when.removeprefix("at the "), float(self._set))
         rates = self.session.engine.agree(f"learning rate {when}", self._sum_of_rates())
         self._take_rank_0s_if_set([*anywhere, *(rate != rates[0] for rate in rates)], when)
         self.steps.untrained.start()  # a callback may have set them, by a layer or variable
@@ -526,6 +526,13 @@ class DataParallel:
     def _averaged(self, logs: Mapping[str, Any], samples: float, size: int) -> tuple[dict[str, Any], bool]:
         """Return the means over ranks, and whether all ranks of today have evaluated all data."""
         averaged = dict(logs)
+        evaluated = self.session.engine.agree("end of evaluate", float(bool(logs)))
+        if any(evaluated) and not all(evaluated):
+            without = [str(rank) for rank, found in enumerate(evaluated) if not found]
+            raise MismatchError(
+                "Every rank should evaluate at least one batch: give each rank data, as hk.shard does. "
+                f"Received: no batch of validation data on rank {listed(without)}"
+            )
         means = means_in_logs(self.model)
         sizes = average_logs(
             self.session, averaged, samples, "results of evaluate", note=float(size), means=means
@@ -534,11 +541,12 @@ class DataParallel:
 
     def _begin_evaluate(self) -> None:
         self.steps.complete()
-        when = "at the start of evaluate"
+        what = "start of evaluate"
         if self.steps.ready:
-            self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
+            anywhere = self.session.engine.agree(what, float(self._set))
+            self._take_rank_0s_if_set(anywhere, f"at the {what}")
             self._combine(self.steps.train_counter.since_restart() or 1.0)
-        elif all(self.session.engine.agree(f"{when}, before a step", float(is_built(self.model)))):
+        elif all(self.session.engine.agree(f"{what}, before a step", float(is_built(self.model)))):
             # Weights may have been loaded on rank 0 only: results of different models have no mean.
             broadcast_model(self.model)
 

@@ -100,7 +100,8 @@ def cut_to_the_shortest(session: Session, epochs: Any) -> None:
     That holds for all data whose length Keras knows, with a warning. Unknown lengths that differ are noticed
     at the end of the shorter epoch.
     """
-    everyone = session.engine.allgather_object(length_of_epoch(epochs))
+    what = "start of fit (the number of batches)"
+    everyone = session.engine.allgather_object(length_of_epoch(epochs), what)
     known = [count for count in everyone if count is not None]
     if len(known) < len(everyone) or min(known) == max(known):
         return

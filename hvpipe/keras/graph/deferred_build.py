@@ -31,7 +31,7 @@ def build_without_memory(session: Session, build_model: Callable[[], Any]) -> An
         HvpipeError: The function makes a variable from a value instead of an initializer, or assigns a value
             to one of the model's variables, which would be lost.
     """
-    random.setstate(session.engine.broadcast_object(random.getstate()))
+    random.setstate(session.engine.broadcast_object(random.getstate(), what="building the model"))
     model, assigned = _build(build_model)
     lost = next((v for v in variables_of([model]) if any(v is other for other in assigned)), None)
     if lost is not None:

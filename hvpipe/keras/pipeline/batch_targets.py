@@ -80,7 +80,7 @@ def agreed_signature(session: Session, data_rank: int, step: str, structure: Any
     checksums = session.engine.agree(f"{step} on a batch of {batch.samples}", checksum)
     if len(set(checksums)) == 1:
         return mine
-    everyone = session.engine.allgather_object(described)
+    everyone = session.engine.allgather_object(described, f"{step} (targets)")
     words = [theirs for theirs, _ in everyone]
     other = next((rank for rank, theirs in enumerate(words) if theirs != words[0]), None)
     if other is not None:

@@ -65,11 +65,11 @@ def save_checkpoint(
     rank = session.world.rank
     what = f"saving a checkpoint in {path}"
     serial = on_all_ranks(session, what, lambda: _next_serial(path) if rank == 0 else 0)
-    serial = session.engine.broadcast_object(serial)
+    serial = session.engine.broadcast_object(serial, what=what)
     shard = on_all_ranks(
         session, what, lambda: _write_shard(path, f"{serial:06d}-{rank}.npz", variables_to_write(state, rank))
     )
-    shards = session.engine.allgather_object(shard)
+    shards = session.engine.allgather_object(shard, what)
 
     def finish() -> None:
         if rank == 0:

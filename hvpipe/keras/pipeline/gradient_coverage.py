@@ -43,7 +43,7 @@ def find_coverage(
     while True:
         mine = {(stage, wire) for stage, of in functions.items() for wire in of.unreached}
         trained = {numbers[id(v)] for of in functions.values() for v in of.training.variables}
-        everyone = session.engine.allgather_object((mine, trained))
+        everyone = session.engine.allgather_object((mine, trained), "start of training (which layers train)")
         found = frozenset().union(*(of_rank for of_rank, _ in everyone))
         if found == unreached:
             every = frozenset().union(*(of_rank for _, of_rank in everyone))

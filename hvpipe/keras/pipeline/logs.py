@@ -71,7 +71,7 @@ class PipelineLogs:
         here, own = (metrics(), weights()) if self._samples_here else (None, {})
         if self._shapes is None:
             mine = None if here is None else {name: value.shape for name, value in here.items()}
-            everyone = self._session.engine.allgather_object(mine)
+            everyone = self._session.engine.allgather_object(mine, "metrics of the first step")
             self._shapes = next(shapes for shapes in everyone if shapes is not None)
         flat = [np.ravel((here or {}).get(name, np.zeros(shape))) for name, shape in self._shapes.items()]
         counts = [

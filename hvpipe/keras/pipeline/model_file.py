@@ -122,7 +122,7 @@ def _check_same_model(session: Session, model: Any, path: Any, odd: Mapping[int,
         path: The path of the file.
         odd: What differs, by the layer's number in the model.
     """
-    everyone = session.engine.allgather_object(min(odd.items(), default=None))
+    everyone = session.engine.allgather_object(min(odd.items(), default=None), f"reading {os.fspath(path)}")
     if found := [one for one in everyone if one is not None]:
         _, what = min(found)
         raise HvpipeError(
@@ -140,7 +140,8 @@ def _gather(session: Session, state: RankState) -> dict[str, Any]:
     """Return all values by name on rank 0, each from the rank that owns it; nothing on other ranks."""
     mine = {name: state.named[name] for name in sorted(state.owned)}
     catalog = session.engine.allgather_object(
-        {name: (tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for name, v in mine.items()}
+        {name: (tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for name, v in mine.items()},
+        "saving the model",
     )
     channel = TensorChannel(session)
     if session.world.rank != 0:

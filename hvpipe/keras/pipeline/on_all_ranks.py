@@ -36,7 +36,7 @@ def on_all_ranks(
         error = raised
     if patiently:
         session.agree_patiently(what, session.settings.timeout_s)
-    reasons = session.engine.allgather_object(None if error is None else _reason(error))
+    reasons = session.engine.allgather_object(None if error is None else _reason(error), what)
     for rank, reason in enumerate(reasons):
         if reason is not None:
             message = f"{what} should succeed on every rank. Received: rank {rank}: {reason}"

@@ -28,7 +28,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 def check_same_optimizer(session: Session, optimizer: Any) -> None:
     """Raise MismatchError unless the optimizers of all ranks have the same settings; collective."""
-    everyone = session.engine.allgather_object(_settings(optimizer))
+    everyone = session.engine.allgather_object(_settings(optimizer), "the optimizer of a pipeline")
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         odd = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]

@@ -183,7 +183,7 @@ def _searched(
         stages = None if count is None else count * choice.usual.chunks
         return plan_for_every_device(profile, cluster, choice, stages)
 
-    found: Plan = session.engine.broadcast_object(on_all_ranks(session, "planning", plan))
+    found: Plan = session.engine.broadcast_object(on_all_ranks(session, "planning", plan), what="planning")
     return found
 
 
@@ -251,7 +251,9 @@ def _read_on_rank_0(session: Session, options: PipelineOptions) -> tuple[Profile
         return _read_profile(options.profile), _read_cluster(options.cluster)
 
     mine = on_all_ranks(session, f"reading a {given}", read)
-    found: tuple[Profile | None, Cluster | None] = session.engine.broadcast_object(mine)
+    found: tuple[Profile | None, Cluster | None] = session.engine.broadcast_object(
+        mine, what=f"reading a {given}"
+    )
     return found
 
 
@@ -436,7 +438,9 @@ def _rank_names(session: Session) -> dict[str, int]:
     """Return the ranks by the names that devices have in plans and clusters; collective."""
     world = session.world
     table: dict[str, int] = {}
-    places = session.engine.allgather_object((world.host, world.local_rank, world.local_size))
+    places = session.engine.allgather_object(
+        (world.host, world.local_rank, world.local_size), "pipeline_parallel"
+    )
     for rank, (host, local_rank, local_size) in enumerate(places):
         table |= {f"{host}:{local_rank}": rank, f"rank{rank}": rank}
         if local_size == 1:

@@ -159,7 +159,7 @@ class RankDriver:
         context.channel.finish()
         mine = {i: [np.asarray(value) for value in values] for i, values in result.outputs.items()}
         everyone: dict[int, list[Any]] = {}
-        for found in engine.allgather_object(mine):
+        for found in engine.allgather_object(mine, "results of predict"):
             everyone |= found
         in_order = [everyone[i] for i in sorted(everyone)]
         return [np.concatenate(of_output) for of_output in zip(*in_order, strict=True)]

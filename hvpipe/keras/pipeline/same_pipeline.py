@@ -19,8 +19,7 @@ _MODEL, _REST = "model", "the rest"
 
 def check_same_pipeline(session: Session, layout: Layout) -> None:
     """Raise MismatchError, on all ranks, unless all of them have the same layout; collective."""
-    session.engine.agree("pipeline_parallel")
-    everyone = session.engine.allgather_object(described(layout))
+    everyone = session.engine.allgather_object(described(layout), "pipeline_parallel")
     first = everyone[0]
     odd = next(((rank, one) for rank, one in enumerate(everyone) if one != first), None)
     if odd is None:
@@ -30,7 +29,7 @@ def check_same_pipeline(session: Session, layout: Layout) -> None:
     rank, other = odd
     # A few layers more may be another number of stages, too: the model first.
     if first[_MODEL] != other[_MODEL]:
-        calls = session.engine.allgather_object(_calls(layout.stages.graph))
+        calls = session.engine.allgather_object(_calls(layout.stages.graph), "pipeline_parallel")
         here, there = _first_difference(calls[0], calls[rank])
         raise MismatchError(
             "pipeline_parallel needs the same model on all ranks. "

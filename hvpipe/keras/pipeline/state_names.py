@@ -73,7 +73,7 @@ def agree_on_trainable(session: Session, layout: Layout) -> None:
     stages = layout.stages_of(session.world.rank)
     own = {id(one) for stage in stages for one in _with_flags(layout.stages.layers(stage))}
     mine = {number: one.trainable for number, one in enumerate(every) if id(one) in own}
-    everyone = session.engine.allgather_object(mine)
+    everyone = session.engine.allgather_object(mine, "which layers are trainable")
     for number, one in enumerate(every):
         flags = {rank: known[number] for rank, known in enumerate(everyone) if number in known}
         (first, flag), *others = flags.items()

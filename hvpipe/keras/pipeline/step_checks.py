@@ -47,7 +47,9 @@ class StepChecks:
         Args:
             names: This rank's variables whose gradients are not finite.
         """
-        every = [name for of_rank in self._session.engine.allgather_object(list(names)) for name in of_rank]
+        what = f"gradients of step {self._steps + 1} that are not finite"
+        everyone = self._session.engine.allgather_object(list(names), what)
+        every = [name for of_rank in everyone for name in of_rank]
         self._skipped.tell(list(dict.fromkeys(every)), self._steps + 1, self._session.world.rank)
 
     def end_step(self) -> bool:
@@ -63,9 +65,9 @@ class StepChecks:
         """
         mine = {name: checksum(v) for name, v in state.named.items() if name not in state.may_differ}
         engine = self._session.engine
-        engine.agree(f"verifying copies of variables after step {self._steps}")
+        what = f"verifying copies of variables after step {self._steps}"
         found: dict[str, dict[int, int]] = defaultdict(dict)
-        for rank, sums in enumerate(engine.allgather_object(mine)):
+        for rank, sums in enumerate(engine.allgather_object(mine, what)):
             for name, value in sums.items():
                 found[name][rank] = value
         copies = {name: sums for name, sums in found.items() if len(sums) > 1}

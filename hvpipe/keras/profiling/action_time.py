@@ -33,7 +33,7 @@ def measure_action_s(session: Session) -> float:
         rounds = [(_step_s(pipe, _FEW), _step_s(pipe, _MANY)) for _ in range(_WARM_UPS + _ROUNDS)]
     del session.step_durations_s[counted[0] :], session.sample_counters[counted[1] :]
     more_s = statistics.median(many_s - few_s for few_s, many_s in rounds[_WARM_UPS:])
-    slowest_s: float = max(session.engine.allgather_object(more_s))
+    slowest_s: float = max(session.engine.allgather_object(more_s, "measuring pipeline actions"))
     return max(0.0, slowest_s / (2 * (_MANY - _FEW)))
 
 

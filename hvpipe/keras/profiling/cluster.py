@@ -90,7 +90,7 @@ def measure_ranks(profile: Profile) -> tuple[Profile, Cluster]:
     # A slow device measures for minutes longer than a fast one: that is no stall.
     session.agree_patiently("measure_ranks (a rank may still measure)")
     mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(session), processor())
-    ranks = session.engine.allgather_object(mine)
+    ranks = session.engine.allgather_object(mine, "measure_ranks")
     links = _links(session, [facts.host for facts in ranks])
     action_s = measure_action_s(session)
     if _sends_by_nccl(session) and world.rank == 0:
@@ -138,7 +138,7 @@ def _memory_bytes(session: Session) -> int | None:
     world, gpus = session.world, list_gpus()
     on_gpu = bool(tf.config.list_logical_devices("GPU"))
     uuid = uuid_of_rank(session.settings.visible_gpus, world.local_rank, gpus) if on_gpu else None
-    sharing = session.engine.allgather_object((world.host, uuid)).count((world.host, uuid))
+    sharing = session.engine.allgather_object((world.host, uuid), "measure_ranks").count((world.host, uuid))
     if not on_gpu:
         return usable_bytes(world.local_size)
     whole_bytes = memory_of(uuid, gpus)
