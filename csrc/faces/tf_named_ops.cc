@@ -303,6 +303,9 @@ class WorldOp : public tf::OpKernel {
     OP_REQUIRES(context, calls != nullptr,
                 absl::FailedPreconditionError("hvpipe is not initialised: call init() first."));
     const std::vector<int> ranks = calls->RanksOf(set_);
+    OP_REQUIRES(
+        context, !ranks.empty(),
+        absl::InvalidArgumentError("Unknown process set. Received: process set " + std::to_string(set_)));
     int number = calls->rank();
     if (what_ == "size") number = static_cast<int>(ranks.size());
     if (what_ == "local_rank") number = calls->local_rank;

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "named/numbers.h"
+
 namespace hvpipe::named {
 
 std::string Check(Request& request, const std::vector<int>& ranks, int rank) {
@@ -30,6 +32,9 @@ std::string Check(Request& request, const std::vector<int>& ranks, int rank) {
   const bool by_rows = request.kind == Kind::kAllgather || request.kind == Kind::kAlltoall ||
                        request.kind == Kind::kReducescatter;
   for (const TensorSpec& tensor : request.tensors) {
+    if (request.op == ReduceOp::kAdasum && !IsFloating(tensor.type)) {
+      return "Adasum should combine floating-point numbers. Received: " + tensor.Described();
+    }
     if (by_rows && tensor.shape.empty()) {
       return std::string(NameOf(request.kind)) +
              " needs a tensor with at least one axis. Received: a scalar of " + NameOf(tensor.type);

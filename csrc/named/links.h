@@ -13,6 +13,17 @@
 
 namespace hvpipe::named {
 
+// Up to this size every rank sends all to all, in one round.
+constexpr std::size_t kOneRoundBytes = 16'384;
+
+// What each place gets of `count` elements or rows, when all share them out.
+inline std::vector<std::int64_t> Shares(std::int64_t count, int places) {
+  std::vector<std::int64_t> shares;
+  for (int place = 0; place < places; ++place)
+    shares.push_back(count / places + (place < count % places ? 1 : 0));
+  return shares;
+}
+
 // Blocking collectives among the ranks of a set. "Place": a rank's number in the set. Each throws Error if
 // the library fails.
 //

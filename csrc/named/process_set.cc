@@ -50,6 +50,8 @@ void ProcessSet::Free() {
 }
 
 void ProcessSet::ReduceInPlace(void* data, Type type, std::int64_t count, const Request& request) const {
+  if (count == 0) return;
+  if (NeedsWiderType(request, type)) return ReduceWider(static_cast<char*>(data), type, count, request);
   ScaleNumbers(data, type, count, request.prescale);
   if (size() > 1 && request.op == ReduceOp::kAdasum) {
     Adasum(data, type, count);
@@ -59,14 +61,44 @@ void ProcessSet::ReduceInPlace(void* data, Type type, std::int64_t count, const 
   ScaleSum(data, type, count, request);
 }
 
-void ProcessSet::ScaleSum(void* data, Type type, std::int64_t count, const Request& request) const {
-  double factor = request.postscale;
-  if (request.op == ReduceOp::kAverage) {
-    // A factor comes before integers are cut off. Without one they are divided exactly, also above 2^53.
-    const bool divided = factor == 1 && DivideIntegers(data, type, count, size());
-    if (!divided) factor *= 1.0 / size();
+// Each rank gets the others' parts of its share in their own type, reduces them in the order of places, and
+// sends its share to all. So as few bytes travel as in a ring, and results have the same bits over MPI and
+// TCP.
+void ProcessSet::ReduceWider(char* data, Type type, std::int64_t count, const Request& request) const {
+  if (size() == 1) return ReduceParts(request, type, {data}, data, count);
+  const auto places = static_cast<std::size_t>(size());
+  const std::size_t element = SizeOf(type);
+  const TensorSpec each{type, {1}};
+  if (static_cast<std::size_t>(count) * element <= kOneRoundBytes) {
+    const std::unique_ptr<char[]> all(new char[places * static_cast<std::size_t>(count) * element]);
+    links_->AllGather(data, all.get(), std::vector<std::int64_t>(places, count), each);
+    return ReduceParts(request, type, PartsOf(all.get(), type, count), data, count);
   }
-  ScaleNumbers(data, type, count, factor);
+  constexpr std::int64_t kPiece = std::int64_t{1} << 24;  // bounds the memory that is needed besides
+  std::unique_ptr<char[]> parts(
+      new char[(static_cast<std::size_t>(std::min(count, kPiece)) + places) * element]);
+  for (std::int64_t start = 0; start < count; start += kPiece) {
+    char* const piece = data + static_cast<std::size_t>(start) * element;
+    const std::vector<std::int64_t> shares = Shares(std::min(count - start, kPiece), size());
+    const std::int64_t own = shares[static_cast<std::size_t>(place_)];
+    links_->AllToAll(piece, shares, parts.get(), std::vector<std::int64_t>(places, own), each);
+    ReduceParts(request, type, PartsOf(parts.get(), type, own), parts.get(), own);
+    links_->AllGather(parts.get(), piece, shares, each);
+  }
+}
+
+// The arrays of `count` elements of all places, which lie one after the other.
+std::vector<const void*> ProcessSet::PartsOf(const char* all, Type type, std::int64_t count) const {
+  std::vector<const void*> parts;
+  for (int place = 0; place < size(); ++place)
+    parts.push_back(all + static_cast<std::size_t>(place * count) * SizeOf(type));
+  return parts;
+}
+
+void ProcessSet::ScaleSum(void* data, Type type, std::int64_t count, const Request& request) const {
+  if (!IsFloating(type)) return;  // integers that are scaled take the way above
+  ScaleNumbers(data, type, count,
+               request.op == ReduceOp::kAverage ? request.postscale / size() : request.postscale);
 }
 
 // A tree in which the ranks of a pair compute the same sum in the same order.
@@ -169,13 +201,25 @@ void ProcessSet::Reducescatter(const Call& call) const {
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     const TensorSpec& tensor = request.tensors[i];
     // The first ranks get one row more if the rows cannot be shared out evenly.
-    const auto rows_of = [&](int place) {
-      return tensor.rows() / size() + (place < tensor.rows() % size() ? 1 : 0);
-    };
+    const std::vector<std::int64_t> rows = Shares(tensor.rows(), size());
     std::vector<std::int64_t> counts;
-    for (int place = 0; place < size(); ++place) counts.push_back(rows_of(place) * tensor.row_elements());
-    void* const output = call.allocate(static_cast<int>(i), WithRows(tensor.shape, rows_of(place_)));
+    for (const std::int64_t each : rows) counts.push_back(each * tensor.row_elements());
+    void* const output =
+        call.allocate(static_cast<int>(i), WithRows(tensor.shape, rows[static_cast<std::size_t>(place_)]));
     const std::int64_t own = counts[static_cast<std::size_t>(place_)];
+    if (tensor.elements() > 0 && NeedsWiderType(request, tensor.type)) {
+      const auto places = static_cast<std::size_t>(size());
+      const std::unique_ptr<char[]> parts(
+          new char[places * static_cast<std::size_t>(own) * SizeOf(tensor.type) + 1]);
+      if (size() == 1) {
+        CopyBytes(parts.get(), call.inputs[i], tensor.bytes());
+      } else {
+        links_->AllToAll(call.inputs[i], counts, parts.get(), std::vector<std::int64_t>(places, own),
+                         {tensor.type, {1}});
+      }
+      ReduceParts(request, tensor.type, PartsOf(parts.get(), tensor.type, own), output, own);
+      continue;
+    }
     std::unique_ptr<char[]> scaled;
     const void* input = call.inputs[i];
     if (request.prescale != 1) {

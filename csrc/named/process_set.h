@@ -37,6 +37,8 @@ class ProcessSet {
  private:
   // `data` becomes its reduction over the set, times the request's factors.
   void ReduceInPlace(void* data, Type type, std::int64_t count, const Request& request) const;
+  void ReduceWider(char* data, Type type, std::int64_t count, const Request& request) const;
+  std::vector<const void*> PartsOf(const char* all, Type type, std::int64_t count) const;
   // Divides and multiplies a sum over the set as its request says.
   void ScaleSum(void* data, Type type, std::int64_t count, const Request& request) const;
   void Adasum(void* data, Type type, std::int64_t count) const;

@@ -16,8 +16,6 @@
 namespace hvpipe::named {
 namespace {
 
-// Up to this size every rank sends all to all, in one round.
-constexpr std::size_t kOneRoundBytes = 16'384;
 constexpr double kShortestNapS = 5e-6, kLongestNapS = 200e-6;
 constexpr int kTag = 1;
 constexpr double kLeastBytesPerS = 1e6;  // of the slowest network, as in NamedCalls::InMpi
@@ -105,7 +103,7 @@ class SocketSetLinks : public SetLinks {
         Add(data, all.data() + static_cast<std::size_t>(place) * bytes, count, type, op, place);
       return;
     }
-    const std::vector<std::int64_t> counts = Shares(count);
+    const std::vector<std::int64_t> counts = Shares(count, size());
     std::vector<std::size_t> parts;
     for (const std::int64_t each : counts) parts.push_back(static_cast<std::size_t>(each) * SizeOf(type));
     std::vector<char> mine(parts[At(place_)]);
@@ -198,14 +196,6 @@ class SocketSetLinks : public SetLinks {
     std::vector<std::size_t> bytes;
     for (const std::int64_t each : rows) bytes.push_back(tensor.BytesOfRows(each));
     return bytes;
-  }
-
-  // The part of each place, when all reduce `count` elements together.
-  std::vector<std::int64_t> Shares(std::int64_t count) const {
-    std::vector<std::int64_t> shares;
-    for (int place = 0; place < size(); ++place)
-      shares.push_back(count / size() + (place < count % size() ? 1 : 0));
-    return shares;
   }
 
   // `sum` becomes what it is with the part of one more place.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.collectives import tensors as named
 from hvpipe.keras.collectives.compression import EVERY_COMPRESSOR
 from hvpipe.keras.collectives.ops import world_number
-from hvpipe.keras.collectives.process_sets import number_of
+from hvpipe.keras.collectives.process_sets import number_of, ranks_of
 from hvpipe.keras.compat import step_count, trained_variables
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
@@ -46,6 +47,11 @@ class GradientOptions:
     scale_local: bool = True
 
     def __post_init__(self) -> None:
+        if not self.predivide > 0:
+            raise ValueError(
+                "gradient_predivide_factor should be above 0. "
+                f"Received: gradient_predivide_factor={self.predivide}"
+            )
         if self.predivide != 1.0 and self.how.op != "average":
             raise ValueError(
                 "gradient_predivide_factor needs op=Average. "
@@ -94,7 +100,7 @@ def reduce_gradients(
     note_averaged(session, variables)
     by_hand = session.reduced_by_hand  # the collectives below are not the script's own
     number = number_of(options.how.process_set)
-    ranks = current().named_calls().ranks_of(number)
+    ranks = ranks_of(number)
     reduced = list(gradients)
     if len(ranks) < 2 or current().world.rank not in ranks:
         return reduced
@@ -144,6 +150,9 @@ def _groups(
 # --- An optimizer -----------------------------------------------------------------------------------------
 
 
+_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def wrap_optimizer(
     optimizer: Any,
     options: GradientOptions,
@@ -165,7 +174,7 @@ def wrap_optimizer(
 
     Raises:
         HvpipeError: If `optimizer` is no Keras optimizer.
-        ValueError: If `passes` is below 1.
+        ValueError: If `passes` is below 1, or the optimizer was wrapped before.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise HvpipeError(
@@ -176,6 +185,12 @@ def wrap_optimizer(
         raise ValueError(
             f"backward_passes_per_step should be 1 or more. Received: backward_passes_per_step={passes!r}"
         )
+    if optimizer in _wrapped:
+        raise ValueError(
+            "DistributedOptimizer should be called once for an optimizer: a second one would reduce again. "
+            f"Received: a {described_type(optimizer)} that it has returned"
+        )
+    _wrapped.add(optimizer)
     own_apply = optimizer.apply
     local = {identity(variable) for variable in local_variables}
     optimizer.register_local_var = lambda variable: local.add(identity(variable))

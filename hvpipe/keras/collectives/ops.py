@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from hvpipe.keras.collectives.process_sets import ranks_of
 from hvpipe.keras.ops import library, without_autograph
 from hvpipe.session import current
 
 # The numbers are those of csrc/named/call.h, and of Horovod.
 OPS = {"average": 0, "sum": 1, "adasum": 2, "min": 3, "max": 4, "product": 5}
+
+_REDUCIBLE = frozenset(
+    [tf.uint8, tf.int8, tf.uint16, tf.int16, tf.int32, tf.int64, tf.half, tf.bfloat16, tf.float32, tf.float64]
+)
 
 _names_in_graphs: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], int]] = weakref.WeakKeyDictionary()
 
@@ -37,6 +42,7 @@ def allreduce(
 @without_autograph
 def allgather(tensors: Sequence[Any], process_set: int, name: str | None = None) -> list[Any]:
     """Concatenate tensors of all ranks of a process set along the first axis, which may differ by rank."""
+    _check_types("allgather", tensors)
     call = _call_name("allgather", name, tensors, process_set)
     return _listed(
         library().hvpipe_named_allgather(
@@ -48,6 +54,7 @@ def allgather(tensors: Sequence[Any], process_set: int, name: str | None = None)
 @without_autograph
 def broadcast(tensors: Sequence[Any], root_rank: int, process_set: int, name: str | None = None) -> list[Any]:
     """Return the tensors of one rank."""
+    _check_types("broadcast", tensors)
     call = _call_name("broadcast", name, tensors, process_set)
     return _listed(
         library().hvpipe_named_broadcast(
@@ -59,6 +66,7 @@ def broadcast(tensors: Sequence[Any], root_rank: int, process_set: int, name: st
 @without_autograph
 def alltoall(tensor: Any, splits: Any, process_set: int, name: str | None = None) -> tuple[Any, Any]:
     """Send `splits[i]` rows to the set's i-th rank; return the rows received, and how many from each rank."""
+    _check_types("alltoall", [tensor])
     call = _call_name("alltoall", name, [tensor], process_set)
     received = library().hvpipe_named_alltoall(
         tensor=tensor, splits=splits, factors=_factors(), call=call, process_set=process_set
@@ -86,6 +94,7 @@ def _reduced(
     process_set: int,
     name: str | None,
 ) -> list[Any]:
+    _check_types(kind, tensors, _REDUCIBLE)
     call = _call_name(kind, name, tensors, process_set)
     reduce = getattr(library(), f"hvpipe_named_{kind}")
     return _listed(
@@ -97,10 +106,25 @@ def _reduced(
 def world_number(what: str, process_set: int = 0) -> Any:
     """Return a number of the world, read when the graph runs.
 
-    It is one of rank, size, local_rank, local_size and included.
+    It is one of rank, size, local_rank, local_size and included. ValueError: no process set has this number.
     """
-    current().named_calls()
+    ranks_of(process_set)
     return library().hvpipe_world(what=what, process_set=process_set)
+
+
+def _check_types(
+    kind: str, tensors: Sequence[Any], known: Collection[tf.DType] = _REDUCIBLE | {tf.bool}
+) -> None:
+    """Raise InvalidArgumentError for a tensor of a type that the op does not take."""
+    for tensor in tensors:
+        given = tf.as_dtype(tensor.dtype).base_dtype
+        if given not in known:
+            raise tf.errors.InvalidArgumentError(
+                None,
+                None,
+                f"Tensors of {kind} should be of {', '.join(sorted(each.name for each in known))}. "
+                f"Received: {given.name}; cast it to one of these",
+            )
 
 
 def _factors(before: float = 1.0, after: float = 1.0) -> Any:
@@ -191,7 +215,7 @@ def _alltoall_gradient(op: Any, upstream: Any, _of_splits: Any) -> list[Any]:
 def _reducescatter_gradient(op: Any, *upstream: Any) -> list[Any]:
     """Gather the gradients; of a sum, times the number of ranks."""
     process_set = op.get_attr("process_set")
-    ranks = len(current().named_calls().ranks_of(process_set))
+    ranks = len(ranks_of(process_set))
     factor = tf.reduce_prod(op.inputs[-1]) * (ranks if op.get_attr("reduce_op") == OPS["sum"] else 1)
     scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in upstream]
     return [*allgather(scaled, process_set, _gradient_name(op)), None]
@@ -199,8 +223,7 @@ def _reducescatter_gradient(op: Any, *upstream: Any) -> list[Any]:
 
 def process_set_place(process_set: int) -> int:
     """Return this rank's place among the ranks of a process set."""
-    ranks: list[int] = current().named_calls().ranks_of(process_set)
-    return ranks.index(current().world.rank)
+    return ranks_of(process_set).index(current().world.rank)
 
 
 def _gradient_name(op: Any) -> str:

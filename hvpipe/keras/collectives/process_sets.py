@@ -65,8 +65,7 @@ class ProcessSet:
 
     def _registered(self) -> list[int]:
         assert self.process_set_id is not None
-        ranks: list[int] = current().named_calls().ranks_of(self.process_set_id)
-        return ranks
+        return ranks_of(self.process_set_id)
 
 
 class _AllRanks(ProcessSet):
@@ -108,8 +107,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def registered(process_set: ProcessSet | Sequence[int], *, may_exist: bool) -> ProcessSet:
     """Add a process set as `add_process_set` does. One that `may_exist` gets the number of its twin."""
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if added.mpi_comm is not None and added.ranks is None:
-        added.ranks = sorted(added.mpi_comm.allgather(current().world.rank))
+    _read_ranks(added)
     assert added.ranks is not None
     sets = _of_every_part(added, added.ranks)
     calls = current().named_calls()
@@ -126,6 +124,32 @@ def registered(process_set: ProcessSet | Sequence[int], *, may_exist: bool) -> P
             raise
         raise ValueError(str(error)) from None
     return added
+
+
+def register_all(process_sets: Iterable[ProcessSet | Sequence[int]]) -> list[ProcessSet]:
+    """Add the sets that `init` is given. A set that an earlier call has added gets that one's number.
+
+    Raises ValueError on all ranks if one of them gives a set twice, or the set of all ranks.
+    """
+    given = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
+    for each in given:
+        _read_ranks(each)
+    everyone = list(range(current().world.size))
+    by_rank = current().engine.allgather_object([each.ranks for each in given])
+    for rank, listed in enumerate(by_rank):
+        for place, ranks in enumerate(listed):
+            if ranks == everyone or ranks in listed[:place]:
+                raise ValueError(
+                    "process_sets should hold each set of ranks once, and not the set of all ranks, which is "
+                    f"global_process_set. Received: entry {place} of ranks {ranks} on rank {rank}"
+                )
+    return [registered(each, may_exist=True) for each in given]
+
+
+def _read_ranks(process_set: ProcessSet) -> None:
+    """Let a set of a communicator know its ranks; collective among the communicator's ranks."""
+    if process_set.mpi_comm is not None and process_set.ranks is None:
+        process_set.ranks = sorted(process_set.mpi_comm.allgather(current().world.rank))
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -169,11 +193,24 @@ def _of_every_part(process_set: ProcessSet, mine: Any) -> list[Any]:
 
 
 def number_of(process_set: ProcessSet | None) -> int:
-    """Return a set's number; raise ValueError for a set that was not added."""
+    """Return a set's number; raise ValueError for a set that does not exist, or is no set."""
     if process_set is None:
         return 0
-    if process_set.process_set_id is None:
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
         raise ValueError(
-            f"The process set should be added first, by add_process_set. Received: {process_set}"
+            "process_set should be a ProcessSet that was added first, by add_process_set. "
+            f"Received: {process_set!r}"
         )
+    ranks_of(process_set.process_set_id)
     return process_set.process_set_id
+
+
+def ranks_of(number: int) -> list[int]:
+    """Return the ranks of the set with a number; raise ValueError if no set has it."""
+    ranks: list[int] = current().named_calls().ranks_of(number)
+    if not ranks:
+        raise ValueError(
+            "A process set should be added by add_process_set, and not be removed. "
+            f"Received: process_set_id={number}, which no set has"
+        )
+    return ranks

@@ -75,39 +75,56 @@ def grouped_allreduce(tensors: Sequence[Any], how: Reduction, name: str | None =
 
 
 def _reduce_slices(slices: Sequence[Any], how: Reduction, name: str | None) -> list[Any]:
-    if how.op not in ("average", "sum") or how.factors != (1.0, 1.0):
+    if how.op not in ("average", "sum"):
         raise NotImplementedError(
-            "IndexedSlices can be averaged and summed, without factors; or make them dense first "
-            f"(sparse_as_dense=True). Received: op={how.op!r}, prescale_factor={how.prescale_factor}, "
-            f"postscale_factor={how.postscale_factor}"
+            "IndexedSlices can be averaged and summed; or make them dense first (sparse_as_dense=True). "
+            f"Received: op={how.op!r}"
         )
     number = number_of(how.process_set)
     prefix = f"{name}." if name else ""
     values = ops.allgather([s.values for s in slices], number, f"{prefix}values" if name else None)
     indices = ops.allgather([s.indices for s in slices], number, f"{prefix}indices" if name else None)
-    if how.op == "average":
-        ranks = ops.world_number("size", number)
-        values = [value / tf.cast(ranks, value.dtype) for value in values]
+    ranks = ops.world_number("size", number) if how.op == "average" else 1
     return [
-        tf.IndexedSlices(value, index, dense_shape=given.dense_shape)
+        tf.IndexedSlices(_scaled(value, how, ranks), index, dense_shape=given.dense_shape)
         for value, index, given in zip(values, indices, slices, strict=True)
     ]
+
+
+def _scaled(values: Any, how: Reduction, ranks: Any) -> Any:
+    """Return values times the factors, divided by `ranks`, in their own type; integers are cut off."""
+    factor = how.factors[0] * how.factors[1]
+    if values.dtype.is_integer and factor != 1.0:
+        values = tf.cast(tf.cast(values, tf.float64) * factor, values.dtype)
+    elif factor != 1.0:
+        values = values * tf.cast(factor, values.dtype)
+    divide = tf.truncatediv if values.dtype.is_integer else tf.divide
+    return divide(values, tf.cast(ranks, values.dtype))
 
 
 def _compressed(
     tensors: Sequence[Any], how: Reduction, send: Callable[[Sequence[Any]], list[Any]]
 ) -> list[Any]:
     """Send tensors in the type that the compression wants, and return the results in their own type."""
-    packed = [how.compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+    packed = [how.compression.compress(_dense(tensor)) for tensor in tensors]
     received = send([tensor for tensor, _ in packed])
     return [how.compression.decompress(r, context) for r, (_, context) in zip(received, packed, strict=True)]
+
+
+def _dense(tensor: Any) -> Any:
+    if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
+        raise ValueError(
+            "Collectives take dense tensors and variables, and allreduce also IndexedSlices: give the parts "
+            f"of others, such as .values. Received: {type(tensor).__name__}"
+        )
+    return tf.convert_to_tensor(tensor)
 
 
 def allgather(
     tensors: Sequence[Any], process_set: ProcessSet | None = None, name: str | None = None
 ) -> list[Any]:
     """Concatenate each tensor of all ranks along the first axis, which may differ by rank."""
-    given = [tf.convert_to_tensor(t) for t in tensors]
+    given = [_dense(t) for t in tensors]
     note_by_hand(given)
     return ops.allgather(given, number_of(process_set), name)
 
@@ -116,7 +133,7 @@ def broadcast(
     tensors: Sequence[Any], root_rank: int, process_set: ProcessSet | None = None, name: str | None = None
 ) -> list[Any]:
     """Return the tensors of one rank, which is a rank of the world."""
-    given = [tf.convert_to_tensor(t) for t in tensors]
+    given = [_dense(t) for t in tensors]
     return ops.broadcast(given, root_rank, number_of(process_set), name)
 
 
@@ -129,7 +146,7 @@ def alltoall(
     """
     note_by_hand([tensor])
     given = tf.zeros([0], tf.int32) if splits is None else tf.convert_to_tensor(splits, tf.int32)
-    return ops.alltoall(tf.convert_to_tensor(tensor), given, number_of(process_set), name)
+    return ops.alltoall(_dense(tensor), given, number_of(process_set), name)
 
 
 def grouped_reducescatter(tensors: Sequence[Any], how: Reduction, name: str | None = None) -> list[Any]:
