@@ -13,6 +13,7 @@ from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan.baselines import is_random
 from hvpipe.plan.explain import explain
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
+from hvpipe.plan.table import bytes_text, layers_text, table
 
 FORMAT, VERSION = "hvpipe-plan-report", 1
 
@@ -175,12 +176,12 @@ def _stages(one: Forecast, request: PlanRequest) -> Iterator[str]:
                     str(number) if first else "",
                     device,
                     f"{share:.0%}" if len(stage.devices) > 1 else "",
-                    _names(stage.layers) if first else "",
+                    layers_text(stage.layers) if first else "",
                     _seconds(stage.cost.compute_s) if first else "",
                     _seconds(stage.cost.receive_s + stage.cost.send_s) if first else "",
-                    _bytes(stage.cost.receive_bytes) if first else "",
-                    _bytes(stage.cost.send_bytes) if first else "",
-                    _bytes(memory[device]),
+                    bytes_text(stage.cost.receive_bytes) if first else "",
+                    bytes_text(stage.cost.send_bytes) if first else "",
+                    bytes_text(memory[device]),
                     f"{memory[device] / limit_bytes:.0%}" if limit_bytes else "",
                     f"{utilization[device]:.0%}",
                 ]
@@ -201,7 +202,7 @@ def _stages(one: Forecast, request: PlanRequest) -> Iterator[str]:
     if len(rows) > MOST_DRAWN:
         rows = _shortened(rows, one)
     kept = [column for column in range(len(header)) if any(row[column] for row in rows)]
-    yield from _table([header[c] for c in kept], [[row[c] for c in kept] for row in rows])
+    yield from table([header[c] for c in kept], [[row[c] for c in kept] for row in rows])
 
 
 def _shortened(rows: list[list[str]], one: Forecast) -> list[list[str]]:
@@ -227,7 +228,7 @@ def _modes(result: PlanResult) -> Iterator[str]:
         note = "chosen" if one.forecast is result.chosen else ""
         step_s, bubble = _seconds(one.forecast.step_s), f"{one.forecast.bubble:.1%}"
         rows.append([one.mode, step_s, bubble, counts, note])
-    yield from _table(["mode", "step", "bubble", "devices of each stage", ""], rows)
+    yield from table(["mode", "step", "bubble", "devices of each stage", ""], rows)
 
 
 def _counts(counts: Sequence[int]) -> str:
@@ -257,34 +258,12 @@ def _comparison(result: PlanResult) -> Iterator[str]:
                 _seconds(one.plan.bottleneck_s),
                 f"{one.bubble:.1%}",
                 f"{1 - one.bubble:.1%}",
-                _bytes(max(one.memory_bytes)),
+                bytes_text(max(one.memory_bytes)),
                 "" if one.plan.contiguous else "no pipeline",
             ]
         )
-    yield from _table(header, rows)
-
-
-def _names(layers: Sequence[str]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table. Columns with figures are aligned to the right, others to the left."""
-    widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
-    left = [not any(row[c][:1].isdigit() for row in rows) for c in range(len(header))]
-    for row in (header, *rows):
-        cells = (
-            f"{cell:<{width}}" if to_left else f"{cell:>{width}}"
-            for cell, width, to_left in zip(row, widths, left, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
+    yield from table(header, rows)
 
 
 def _seconds(value_s: float) -> str:
     return f"{value_s:.3g} s" if value_s >= 1 else f"{value_s * 1e3:.3g} ms"
-
-
-def _bytes(value_bytes: float) -> str:
-    if value_bytes >= 1e9:
-        return f"{value_bytes / 1e9:.3g} GB"
-    return f"{value_bytes / 1e6:.3g} MB" if value_bytes >= 1e5 else f"{value_bytes:,.0f} B"

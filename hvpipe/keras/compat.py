@@ -20,6 +20,7 @@ from types import CodeType
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
@@ -434,6 +435,44 @@ def check_inputs(functional: Any, inputs: Any) -> None:
 
 
 # --- Variables -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def values_as_initializers() -> Iterator[None]:
+    """Let a StatelessScope take variables that are made from values, not only from initializers.
+
+    `Variable.__init__` refuses them there. Optimizers make such variables, stateful recurrent layers, and
+    layers of users. Building models without memory needs it.
+    """
+    cls = keras.Variable
+    given = vars(cls).get("__init__")
+    make = cls.__init__
+
+    def init(self: Any, initializer: Any, shape: Any = None, dtype: Any = None, **kwargs: Any) -> None:
+        if not callable(initializer) and not isinstance(initializer, str):
+            value = tf.convert_to_tensor(cls._convert_to_tensor(self, initializer, dtype=dtype))
+            dtype = value.dtype.name if dtype is None else dtype
+            initializer, shape = _Value(value), tuple(value.shape)
+        make(self, initializer, shape, dtype, **kwargs)
+
+    cls.__init__ = init
+    try:
+        yield
+    finally:
+        if given is None:
+            del cls.__init__
+        else:
+            cls.__init__ = given
+
+
+class _Value:
+    """An initializer that returns a given value."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        return keras.ops.cast(self._value, dtype) if dtype is not None else self._value
 
 
 def native_value(variable: Any) -> Any:

@@ -28,8 +28,7 @@ def build_without_memory(session: Session, build_model: Callable[[], Any]) -> An
         The model.
 
     Raises:
-        HvpipeError: The function makes a variable from a value instead of an initializer, or assigns a value
-            to one of the model's variables, which would be lost.
+        HvpipeError: The function assigns a value to one of the model's variables, which would be lost.
     """
     random.setstate(session.engine.broadcast_object(random.getstate(), what="building the model"))
     model, assigned = _build(build_model)
@@ -53,32 +52,44 @@ class _AssignmentRecorder(keras.StatelessScope):
 
     def __init__(self) -> None:
         super().__init__(initialize_variables=False)
-        self.assigned: list[Any] = []
+        self.updates: list[tuple[Any, Any]] = []
+
+    @property
+    def assigned(self) -> list[Any]:
+        """The variables that got values."""
+        return [variable for variable, _ in self.updates]
 
     def add_update(self, update: Any) -> None:
-        self.assigned.append(update[0])
+        self.updates.append(update)
         super().add_update(update)
 
 
 def _build(build_model: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """Return the model, and the variables that the function assigned values to."""
+    """Return the model, and the variables that the function assigned values to.
+
+    If the function compiles the model, the optimizer and the metrics have memory.
+    """
     # Otherwise the end of Keras's next StatelessScope would give memory to all of the model's variables.
-    with compat.uninitialized_variables_kept():
-        try:
-            with _AssignmentRecorder() as scope:
-                model = build_model()
-        except ValueError as error:
-            if "create a variable" not in str(error):
-                raise
-            raise HvpipeError(
-                "build_model makes a variable from a value, not from an initializer, so hvpipe cannot leave "
-                "its memory out. Pass the model itself instead of the function. "
-                f"Received: {str(error).splitlines()[0]}"
-            ) from error
+    with (
+        compat.uninitialized_variables_kept(),
+        compat.values_as_initializers(),
+        _AssignmentRecorder() as scope,
+    ):
+        model = build_model()
     if not isinstance(model, keras.Model):
         raise HvpipeError(
             f"build_model should return a Keras model. Received: {type(model).__name__} from build_model"
         )
+    if model.compiled:
+        metrics = compat.compiled_metrics(model)
+        parts = [model.optimizer, *(() if metrics is None else compat.user_metrics(metrics))]
+        made = [v for part in parts for v in getattr(part, "variables", ())]
+        for variable in made:
+            if not compat.has_memory(variable):
+                compat.initialize_now(variable)
+        for variable, value in scope.updates:
+            if any(variable is one for one in made):
+                variable.assign(value)
     return model, scope.assigned
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -15,8 +16,16 @@ from hvpipe.keras import compat
 from hvpipe.keras.graph.activity_losses import added_losses, may_add_losses, scaled_activities
 from hvpipe.keras.graph.batch_statistics import counted_moves
 from hvpipe.keras.graph.deferred_build import trained_by
+from hvpipe.keras.graph.layer_graph import Call
 from hvpipe.keras.graph.split_gradient import SplitGradient, split_gradient
 from hvpipe.keras.graph.stage_cuts import Stages, Wire
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error that says something: Keras puts the layer's name before it."""
+    lines = [re.sub(r"\x1b\[\d+m", "", line) for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.startswith("Exception encountered")), "")
+
 
 Loss = Callable[[Sequence[Any], Sequence[Any]], Any]
 """Computes the loss of a micro-batch, a scalar, from flat outputs and flat targets with sample weights."""
@@ -177,7 +186,8 @@ class StageFunctions:
                 for number, _ in call.reads:
                     if index > self._mask_ends.get(number, index):
                         compat.set_keras_mask(known[number], None)
-                for (number, _), value in zip(call.writes, call(known, training), strict=True):
+                made = self._made_by(call, known, training)
+                for (number, _), value in zip(call.writes, made, strict=True):
                     known[number] = value
                     masks[number] = compat.get_keras_mask(value)
                 losses.extend(map(self._summed, added_losses(call.operation)))
@@ -202,6 +212,33 @@ class StageFunctions:
             zero = tf.zeros((), self.loss_dtype)
             found.append(tf.add_n([zero, *(tf.cast(loss, self.loss_dtype) for loss in losses)]))
         return [*found, *results, *(compat.get_keras_mask(results[index]) for index in self.masked)]
+
+    def _made_by(self, call: Call, known: Mapping[int, Any], training: bool) -> list[Any]:
+        """Return what a call makes.
+
+        Raises:
+            HvpipeError: It needs a size that an input leaves open. Keras would give it the batch's size.
+        """
+        try:
+            return call(known, training)
+        except Exception as error:
+            graph = self._stages.graph
+            shapes = [graph.tensors[number].shape for number, _ in call.reads]
+            is_open = any(None in shape[1:] for shape in shapes)
+            if (
+                isinstance(error, HvpipeError)
+                or not is_open
+                or not re.search("Symbolic|None|unknown", str(error))
+            ):
+                raise
+            inputs = [graph.tensors[number].shape for number in graph.inputs]
+            wanted = ", ".join(str(shape[1:]) for shape in inputs if None in shape[1:])
+            raise HvpipeError(
+                f"{call.name} needs a size that the model's inputs leave open, {wanted}, but a pipeline "
+                "makes the graphs of its stages without a batch. Give the size to keras.Input(shape=...), or "
+                "let the layer loop with tf.while_loop, tf.scan or keras.ops.scan. "
+                f"Received: {', '.join(map(str, shapes))}, and {type(error).__name__}: {_first_line(error)}"
+            ) from error
 
     def _count(self, known: Mapping[int, Any]) -> Any:
         """Return the samples that a stage gets; None if the first axis of its tensors counts other things."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from hvpipe.keras.pipeline.shared_variables import SharedVariables
 from hvpipe.keras.pipeline.step_checks import StepChecks
 from hvpipe.keras.pipeline.step_undo import StepUndo
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
+from hvpipe.plan.stage_plan import Plan
 from hvpipe.session import Session
 
 
@@ -23,7 +23,7 @@ class PipelineContext:
         model: The undivided Keras model. Variables of other ranks' stages may have no memory.
         layout: Its stages on the ranks.
         shared: The variables that several ranks hold.
-        recomputes: Tells whether a stage runs its forward again in the backward.
+        plan: The plan that the layout was made from.
         channel: Sends tensors between ranks. All steps share one, because both ends count the messages.
         samples: A variable that holds the number of samples in the current step's batch.
         checks: Looks for NaN and Inf, and compares copies of weights.
@@ -34,7 +34,7 @@ class PipelineContext:
     model: Any
     layout: Layout
     shared: SharedVariables
-    recomputes: Callable[[int], bool]
+    plan: Plan
     channel: TensorChannel
     samples: Any
     checks: StepChecks

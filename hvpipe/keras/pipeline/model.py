@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -32,6 +32,7 @@ from hvpipe.keras.pipeline.batch_targets import agreed_signature, check_samples,
 from hvpipe.keras.pipeline.callbacks import CombineState, make_folders, without_duplicates
 from hvpipe.keras.pipeline.context import PipelineContext
 from hvpipe.keras.pipeline.layout import Layout, layout_of
+from hvpipe.keras.pipeline.layout_report import layout_report
 from hvpipe.keras.pipeline.logs import PipelineLogs, flat_results
 from hvpipe.keras.pipeline.lost_stage import leaving_after_loss
 from hvpipe.keras.pipeline.microbatch_loss import MicrobatchLoss
@@ -45,7 +46,12 @@ from hvpipe.keras.pipeline.model_checks import (
     check_time_distributed,
 )
 from hvpipe.keras.pipeline.on_all_ranks import ending_all
-from hvpipe.keras.pipeline.optimizer_settings import check_optimizer, check_same_optimizer, learning_rate_of
+from hvpipe.keras.pipeline.optimizer_settings import (
+    check_optimizer,
+    check_same_optimizer,
+    compiled_with,
+    learning_rate_of,
+)
 from hvpipe.keras.pipeline.plan_choice import PipelineOptions, plan_for
 from hvpipe.keras.pipeline.rank_driver import RankDriver, RankDrivers
 from hvpipe.keras.pipeline.same_pipeline import check_same_pipeline
@@ -155,8 +161,7 @@ def pipeline_parallel(
     check_text_inputs(layout)
     shared_normalizations(layout.stages)  # raises an error for one that stages cannot share
     check_same_pipeline(session, layout)
-    recomputes = plan.pipelining.recomputes
-    return PipelineParallel(session, model, layout, checks, deferred=deferred, recomputes=recomputes)
+    return PipelineParallel(session, model, layout, plan, checks, deferred=deferred)
 
 
 class PipelineParallel(PipelineSaving, keras.Model):
@@ -171,10 +176,10 @@ class PipelineParallel(PipelineSaving, keras.Model):
         session: Session,
         model: Any,
         layout: Layout,
+        plan: Plan,
         checks: StepChecks,
         *,
         deferred: bool,
-        recomputes: Callable[[int], bool],
     ) -> None:
         # With the policy mixed_float16, `compile` scales the loss.
         super().__init__(name=model.name, dtype=model.dtype_policy)
@@ -197,13 +202,14 @@ class PipelineParallel(PipelineSaving, keras.Model):
             weights = {id(variable) for variable in weights_of(self._stage_layers)}
             undo = StepUndo(v for v in variables_of(self._stage_layers) if id(v) not in weights)
         # Wrapped in an object, or Keras would take the model for a layer of the pipeline.
-        self._context = PipelineContext(
-            session, model, layout, shared, recomputes, channel, samples, checks, undo
-        )
+        self._context = PipelineContext(session, model, layout, shared, plan, channel, samples, checks, undo)
         self.fit_call = FitCall()
         """The `fit` that runs."""
         self.samples_trained = 0
         """Samples of all steps, of the whole pipeline."""
+        self._hosts = session.engine.allgather_object(session.world.host)
+        self._tells_layout = False  # at the next step
+        self._has_told_layout = False
         self._forget_compiled()
         shared.separate_seeds()
         self.built = True
@@ -270,6 +276,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configure training, as keras.Model.compile does.
 
+        Without an optimizer and a loss, the pipeline takes the arguments with which the model was compiled.
         `jit_compile` has no effect: XLA cannot compile the sends and receives between the stages' graphs.
 
         Args:
@@ -280,8 +287,10 @@ class PipelineParallel(PipelineSaving, keras.Model):
             HvpipeError: The optimizer is a MultiOptimizer, or micro-batches cannot compute a loss
                 separately.
         """
-        kwargs["jit_compile"] = False
-        super().compile(*args, **kwargs)
+        named = by_name(super().compile, args, kwargs, super().compile)
+        if not named.keys() & {"optimizer", "loss"}:
+            named = {**compiled_with(self._context.model), **named}
+        super().compile(**{**named, "jit_compile": False})
         check_optimizer(self.optimizer)
         self._context.checks.check_optimizer(self.optimizer)
         loss, metrics = compat.compiled_loss(self), compat.compiled_metrics(self)
@@ -319,6 +328,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         mine = without_duplicates(session, callbacks, self.stages, self._stage_layers)
         first = CombineState(session, self._context.shared)
         named["callbacks"] = [first, *mine, stop_together(session, callbacks)]
+        self._tells_layout = named.get("verbose", "auto") not in (0, "0") and not self._has_told_layout
         self.fit_call = FitCall(named.get("x"), named.get("steps_per_epoch"), tuple(mine))
         try:
             with running(mine), leaving_after_loss(session, mine):
@@ -400,6 +410,8 @@ class PipelineParallel(PipelineSaving, keras.Model):
     def _train(self, structure: Any, batch: Batch) -> StepResult:
         session = self._context.session
         start_s = time.perf_counter()
+        if self._tells_layout:
+            self._tell_layout(batch.samples)
         with session.engine.recorded("step", "training step"):
             driver = self._driver_for("training", structure, batch)
             result = driver.train(batch, first=not self._has_trained)
@@ -409,6 +421,12 @@ class PipelineParallel(PipelineSaving, keras.Model):
         if self._context.checks.end_step():
             self._context.checks.verify(self.rank_state())
         return result
+
+    def _tell_layout(self, samples: int) -> None:
+        """Print which rank has which part of the model, before the first step of a `fit` that prints."""
+        context = self._context
+        self._tells_layout, self._has_told_layout = False, True
+        print(*layout_report(context.layout, context.plan, self._hosts, samples), sep="\n", flush=True)
 
     def _evaluate(self, structure: Any, batch: Batch) -> StepResult:
         return self._driver_for("evaluation", structure, batch).evaluate(batch)

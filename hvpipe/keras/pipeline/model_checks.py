@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras import compat
 from hvpipe.keras.graph.layer_graph import LayerGraph
 from hvpipe.keras.graph.stage_cuts import Stages
 from hvpipe.keras.pipeline.layout import Layout
@@ -27,7 +28,20 @@ def check_no_own_steps(model: Any) -> None:
 
 
 def check_open_batch_size(graph: LayerGraph) -> None:
-    """Raise HvpipeError for a fixed batch size: micro-batches are smaller, and differ in size."""
+    """Raise HvpipeError for a fixed batch size: micro-batches are smaller, and differ in size.
+
+    Layers that keep a state for each sample of the batch need a fixed one.
+    """
+    for layer in graph.all_layers():
+        for inner in compat.layers_in(layer):
+            if getattr(inner, "stateful", False) and isinstance(
+                inner, (keras.layers.RNN, keras.layers.Bidirectional)
+            ):
+                raise HvpipeError(
+                    "A pipeline cuts batches, and a stateful layer keeps a state for each sample of a whole "
+                    "batch: use stateful=False and keras.Input(shape=...), or train data parallel. "
+                    f"Received: {type(inner).__name__} {inner.name!r} with stateful=True"
+                )
     fixed = [
         graph.tensors[number].shape for number in graph.inputs if None not in graph.tensors[number].shape[:1]
     ]

@@ -12,6 +12,20 @@ from hvpipe.keras import compat
 from hvpipe.session import Session
 
 
+def compiled_with(model: Any) -> dict[str, Any]:
+    """Return the arguments with which a model was compiled; none if it was not.
+
+    An optimizer that has trained the model has slots for all of its weights, so the result has a new one with
+    the same settings.
+    """
+    if not model.compiled:
+        return {}
+    optimizer = model.optimizer
+    if optimizer is not None and optimizer.built:
+        optimizer = type(optimizer).from_config(optimizer.get_config())
+    return {**compat.compile_config(model), "optimizer": optimizer}
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Raise HvpipeError for a MultiOptimizer.
 

@@ -65,7 +65,7 @@ class RankDriver:
                 stage,
                 self.signature,
                 self._loss if with_loss else None,
-                context.recomputes(stage),
+                context.plan.pipelining.recomputes(stage),
                 context.samples,
             )
             for stage in layout.stages_of(context.rank)

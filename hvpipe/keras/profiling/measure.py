@@ -8,14 +8,17 @@ from typing import Any
 
 import keras
 
+from hvpipe.comm.this_host import CpuMeter
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.graph.deferred_build import without_memory
 from hvpipe.keras.graph.layer_graph import LayerGraph, functional_of, layer_graph
 from hvpipe.keras.profiling.footprint import OptimizerSlots
 from hvpipe.keras.profiling.layer_timer import LayerTimer
+from hvpipe.keras.profiling.noise import RankNoise, noise_of
 from hvpipe.keras.profiling.stopwatch import Stopwatch
 from hvpipe.keras.profiling.timed_spans import corrected
+from hvpipe.log import logger
 from hvpipe.specs.profile import Profile
 
 Report = Callable[[int, int, str], None]
@@ -86,7 +89,12 @@ def measure(
         raise HvpipeError(f"repeats should be at least 1. Received: repeats={repeats}")
     built = built_model(model)
     report = _progress_bar() if progress and sys.stdout.isatty() else lambda done, count, name: None
-    return measure_built(built, batch, repeats=repeats, optimizer=optimizer, report=report)
+    stopwatch, meter = Stopwatch(repeats), CpuMeter()
+    profile = measure_built(built, batch, stopwatch=stopwatch, optimizer=optimizer, report=report)
+    warning = noise_of([RankNoise.since(meter, "this host", stopwatch.spread)]).warning()
+    if warning is not None:
+        logger.warning("%s", warning)
+    return profile
 
 
 def built_model(model: Any) -> Any:
@@ -101,7 +109,7 @@ def built_model(model: Any) -> Any:
     return without_memory(model)
 
 
-def measure_built(model: Any, batch: Any, *, repeats: int, optimizer: Any, report: Report) -> Profile:
+def measure_built(model: Any, batch: Any, *, stopwatch: Stopwatch, optimizer: Any, report: Report) -> Profile:
     """Measure a model that `built_model` returned; arguments as for `measure`."""
     graph = layer_graph(model)
     if not graph.calls:
@@ -109,7 +117,6 @@ def measure_built(model: Any, batch: Any, *, repeats: int, optimizer: Any, repor
     inputs = _inputs(model, graph, batch)
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None) or "adam"
-    stopwatch = Stopwatch(repeats)
     timer = LayerTimer(graph, inputs, stopwatch, OptimizerSlots(optimizer))
     costs = []
     for index, call in enumerate(graph.calls):

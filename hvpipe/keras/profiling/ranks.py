@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hvpipe import collectives, session
+from hvpipe.comm.this_host import CpuMeter
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.profiling.cluster import measure_ranks
 from hvpipe.keras.profiling.measure import measure_built
 from hvpipe.keras.profiling.model_loader import load_model_and_batch
+from hvpipe.keras.profiling.noise import RankNoise, noise_of
+from hvpipe.keras.profiling.stopwatch import Stopwatch
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 from hvpipe.specs.profile_request import ProfileTask
@@ -32,16 +35,22 @@ def main(arguments: Sequence[str]) -> None:
     report = _reporter() if session.rank() == 0 else lambda done, count, name: None
     # Start together as in training, because the ranks of a host share its cores and memory bandwidth.
     collectives.barrier()
+    stopwatch, meter = Stopwatch(task.repeats), CpuMeter()
     profile = _on_all_ranks(
-        lambda: measure_built(model, batch, repeats=task.repeats, optimizer=task.optimizer, report=report)
+        lambda: measure_built(model, batch, stopwatch=stopwatch, optimizer=task.optimizer, report=report)
     )
+    mine = RankNoise.since(meter, session.current().world.host, stopwatch.spread)
+    noise = noise_of(collectives.allgather_object(mine))
     _on_all_ranks(lambda: _check_batch(task, profile))
     profile, cluster = _on_all_ranks(lambda: measure_ranks(profile))
     if session.rank() == 0:
         profile.write(task.profile_path)
         cluster.write(task.cluster_path)
         print(summary(profile, cluster))
+        print(noise.to_line())
         print(f"written: {_shown(task.profile_path)}, {_shown(task.cluster_path)}", flush=True)
+        if (warning := noise.warning()) is not None:
+            print(warning, file=sys.stderr, flush=True)
 
 
 def summary(profile: Profile, cluster: Cluster) -> str:

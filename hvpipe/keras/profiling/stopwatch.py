@@ -37,6 +37,9 @@ class Stopwatch:
         self._on_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._empty_s: dict[tuple[int, int], float] = {}
         self._latest_result: object = None
+        self.spread = 0.0
+        """The slowest turn of `in_turn_s` minus the fastest, over the median; of the longest calls."""
+        self._longest_s = 0.0
 
     def time_s(self, timed: TimedCall) -> float:
         """Return the median time of consecutive calls."""
@@ -49,13 +52,14 @@ class Stopwatch:
 
         These are means because a step is their sum: a call that is delayed every tenth time adds to it.
         """
-        sums_s = [0.0] * len(several)
-        for turn in range(_WARM_UPS + self._repeats):
-            for index, timed in enumerate(several):
-                taken_s = self._once_s(timed.call)
-                sums_s[index] += taken_s if turn >= _WARM_UPS else 0.0
+        turns_s = [[self._once_s(timed.call) for timed in several] for _ in range(_WARM_UPS + self._repeats)][
+            _WARM_UPS:
+        ]
         self._latest_result = None
-        means_s = [total_s / self._repeats for total_s in sums_s]
+        whole_s = [sum(of_turn_s) for of_turn_s in turns_s]
+        if (usual_s := statistics.median(whole_s)) > self._longest_s:
+            self.spread, self._longest_s = (max(whole_s) - min(whole_s)) / usual_s, usual_s
+        means_s = [sum(of_call_s) / self._repeats for of_call_s in zip(*turns_s, strict=True)]
         return [max(0.0, s - self._time_empty_s(timed)) for s, timed in zip(means_s, several, strict=True)]
 
     def _time_empty_s(self, timed: TimedCall) -> float:

@@ -81,6 +81,32 @@ def of_a_fixed_batch() -> keras.Model:
     return keras.Sequential([keras.Input(batch_shape=(8, 12)), *(keras.layers.Dense(4) for _ in range(4))])
 
 
+def stateful() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input(batch_shape=(8, 3, 2)), keras.layers.LSTM(4, stateful=True), keras.layers.Dense(4)]
+    )
+
+
+class Recurrence(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        state = x[:, 0]
+        for step in range(keras.ops.shape(x)[1]):
+            state = state + x[:, step]
+        return state
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (shape[0], shape[2])
+
+
+def test_a_loop_over_an_open_axis_says_which_input_needs_a_size() -> None:
+    steps = [keras.layers.Dense(4), Recurrence(name="loops"), keras.layers.Dense(2)]
+    pipe = hk.pipeline_parallel(lambda: keras.Sequential([keras.Input((None, 3)), *steps]), stages=1)
+    pipe.compile("sgd", "mse")
+    says = r"loops needs a size .* inputs leave open, \(None, 3\), .*Received: \(None, None, 4\), and "
+    with pytest.raises(HvpipeError, match=says):
+        pipe.train_on_batch(np.zeros((16, 5, 3), np.float32), np.zeros((16, 2), np.float32))
+
+
 def over_open_times() -> keras.Model:
     return keras.Sequential(
         [keras.Input((None, 3)), keras.layers.TimeDistributed(keras.layers.Dense(4)), keras.layers.LSTM(4)]
@@ -131,6 +157,7 @@ def sharing_own_averages() -> keras.Model:
         (functools.partial(with_an_input, optional=True), {}, r"'maybe' with optional=True"),
         (functools.partial(with_an_input, sparse=True), {}, r"'maybe' with sparse=True"),
         (over_open_times, {}, r"fixed number of time steps.* Received: time_distributed on .*None, None, 3"),
+        (stateful, {}, r"keeps a state for each sample .* Received: LSTM 'lstm\w*' with stateful=True"),
         (of_a_fixed_batch, {}, r"without batch_shape. Received: an input of shape \(8, 12\)"),
     ],
 )

@@ -322,6 +322,113 @@ def test_a_build_model_that_loads_weights_is_refused(tmp_path: Path) -> None:
     np.testing.assert_allclose(pipe.predict(x, verbose=0), whole.predict(x, verbose=0), atol=1e-6)
 
 
+class Coarse(keras.layers.Layer):
+    """Holds layers that hvpipe cannot see."""
+
+    def build(self, shape: Any) -> None:
+        self.inner = [keras.layers.Dense(64) for _ in range(6)]
+        for layer in self.inner:
+            layer.build((None, 64))
+
+    def call(self, x: Any) -> Any:
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+def coarse() -> keras.Model:
+    steps = [keras.layers.Dense(64), Coarse(name="coarse"), keras.layers.Dense(4)]
+    return keras.Sequential([keras.Input((12,)), *steps])
+
+
+def test_the_layout_is_printed_once_with_a_layer_that_cannot_be_cut(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    x, y = batches(mlp, 16)
+    told = []
+    for build in (coarse, small):
+        pipe = compile_as_all(hk.pipeline_parallel(build, microbatches=2))
+        for verbose in (0, 2, 2):
+            capsys.readouterr()
+            pipe.fit(x, y, batch_size=16, verbose=verbose)
+            told.append([line for line in capsys.readouterr().out.splitlines() if "loss: " not in line])
+    if hvpipe.rank() > 0:
+        assert told == [[]] * 6
+        return
+    silent, first, again, *_, of_small, last = told
+    stages = len(pipe.stages.cuts) if hvpipe.size() == 2 else min(hvpipe.size(), 3)
+    assert [silent, again, last] == [[], [], []]
+    assert "stages on" in first[0] or stages == 1
+    assert first[1].split() == ["stage", "rank", "host", "layers", "weights", "computing", "memory"]
+    assert [line.split()[:2] for line in first[2 : 2 + stages]] == [[str(s)] * 2 for s in range(stages)]
+    assert not any("warning" in line for line in of_small)
+    if stages > 1:
+        assert "'coarse' has 9" in first[-1]
+        assert "Coarse is one layer to Keras" in first[-1]
+
+
+def compiled(optimizer: Any = "adam") -> keras.Model:
+    """Compile the model, as many functions that build one do."""
+    model = small()
+    optimizer = keras.optimizers.Nadam(0.02) if optimizer is None else optimizer
+    metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="own")]
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=metrics)
+    model.optimizer.learning_rate = 0.03
+    return model
+
+
+@pytest.mark.parametrize("optimizer", ["adam", None])
+def test_a_pipeline_takes_what_build_model_compiled_unless_it_is_told(optimizer: Any) -> None:
+    """Regression guard: an optimizer makes variables from values, which was refused."""
+    x, y = batches(mlp, 16)
+
+    def trained(model: Any) -> dict[str, list[float]]:
+        if hasattr(model, "stages"):
+            model.compile()
+        found: dict[str, list[float]] = model.fit(x, y, 8, 2, 0, shuffle=False).history
+        return found
+
+    expected, found = both(functools.partial(compiled, optimizer), trained)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
+    pipe = hk.pipeline_parallel(compiled)
+    pipe.compile("sgd", "mse")
+    assert isinstance(pipe.optimizer, keras.optimizers.SGD)
+    own = hk.pipeline_parallel(trained_alone())
+    own.compile()
+    assert isinstance(own.optimizer, keras.optimizers.Adam)
+    assert not own.optimizer.built
+
+
+def trained_alone() -> keras.Model:
+    model = compiled()
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+class FromValue(keras.layers.Layer):
+    """Makes its variable from a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = keras.Variable(np.linspace(0, 1, 8, dtype=np.float32))
+
+    def call(self, x: Any) -> Any:
+        return x + self.offset
+
+
+def with_values() -> keras.Model:
+    steps = [layer for _ in range(3) for layer in (keras.layers.Dense(8), FromValue())]
+    return keras.Sequential([keras.Input((12,)), *steps])
+
+
+def test_variables_made_from_values_have_them_on_the_ranks_that_hold_them() -> None:
+    x, _ = batches(mlp, 8)
+    expected, found = both(with_values, lambda model: model.predict(x, verbose=0))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def a_model_that_was_called() -> keras.Model:
     """Return a model that was called.
 

@@ -18,6 +18,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.graph.layer_graph import layer_graph
 from hvpipe.keras.profiling.estimate import estimate
 from hvpipe.keras.profiling.layer_timer import LayerTimer
+from hvpipe.keras.profiling.noise import RankNoise, noise_of
 from hvpipe.keras.profiling.stopwatch import Stopwatch, TimedCall
 from hvpipe.keras.profiling.timed_stage import TimedStage
 from hvpipe.plan.greedy import partition
@@ -338,12 +339,43 @@ def test_slots_depend_on_the_optimizer() -> None:
         assert layer.slot_bytes == layer.weight_bytes
 
 
-def test_slots_of_a_compiled_models_optimizer_which_stays_unbuilt() -> None:
+def compiled() -> keras.Model:
     model = perceptron()
     model.compile(keras.optimizers.RMSprop(momentum=0.9, centered=True), "mse")
-    profile = hk.measure(model, batch_of((2, 6)), repeats=1)
-    assert profile.layers[0].slot_bytes == 3 * profile.layers[0].weight_bytes
+    return model
+
+
+def test_slots_of_a_compiled_models_optimizer_which_stays_unbuilt() -> None:
+    """Regression guard: a function that compiles its model was refused."""
+    model = compiled()
+    for given in (model, compiled):
+        profile = hk.measure(given, batch_of((2, 6)), repeats=1)
+        assert profile.layers[0].slot_bytes == 3 * profile.layers[0].weight_bytes
     assert not model.optimizer.built
+
+
+def test_a_measurement_says_how_steady_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression guard: times on a busy machine were off by seven times, and nothing said so."""
+    times_s = iter([9.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.5, 1.5, 2.0, 3.0, 0.0, 0.0, *[0.01] * 5])
+    monkeypatch.setattr(Stopwatch, "_once_s", lambda self, call: next(times_s))
+    monkeypatch.setattr(Stopwatch, "_time_empty_s", lambda self, timed: 0.0)
+    stopwatch, call = Stopwatch(3), TimedCall(lambda: None, 0, 0)
+    assert stopwatch.in_turn_s([call, call]) == [1.5, pytest.approx(5.5 / 3)]
+    assert stopwatch.spread == 1.0  # turns of 2, 3 and 5 seconds
+    stopwatch.in_turn_s([call])
+    assert stopwatch.spread == 1.0  # a short call says less
+    quiet = [
+        RankNoise("a", 4, 0.1, 1.0, 0.5),
+        RankNoise("a", 4, 0.05, 0.8, 0.5),
+        RankNoise("b", 2, 0.0, 1.0, None),
+    ]
+    noise = noise_of(quiet)
+    assert noise.to_line() == "  equal runs differ by 10%; other processes took 5% of the cores of a"
+    assert noise.warning() is None
+    busy = noise_of([*quiet, RankNoise("c", 2, 0.0, 1.0, 0.9)]).warning()
+    assert "40% of the cores of c" in str(busy)
+    unsteady = noise_of([RankNoise("a", 4, 0.3, None, None)]).warning()
+    assert "differ by 30%" in str(unsteady)
 
 
 def test_frozen_weights_take_memory_without_gradients_and_slots() -> None:
