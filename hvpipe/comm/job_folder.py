@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
-from hvpipe.own_folder import is_own, make_own, read_own
+from hvpipe.own_folder import check_own, is_own, make_own, read_own
 
 STOPPED = 75
 """What all ranks exit with after a checkpoint that they were asked for: EX_TEMPFAIL of sysexits.h."""
@@ -71,7 +71,7 @@ def is_running(folder: Path) -> bool:
 def ask_to_stop(folder: Path) -> None:
     """Ask the ranks to write a checkpoint and exit with STOPPED. Raises OSError if that cannot be told."""
     make_own(folder)  # somebody may have removed it
-    (folder / _STOP).touch()
+    _tell(folder, _STOP)
 
 
 def asked_to_stop(folder: Path) -> bool:
@@ -83,12 +83,13 @@ def asked_to_stop(folder: Path) -> bool:
 def listening(folder: Path, rank: int) -> Iterator[None]:
     """Let others know that this rank stops when asked."""
     sign = folder / f"listening-{rank}"
-    with contextlib.suppress(OSError), atomic_file(sign) as file:
-        file.write(str(os.getpid()).encode())
+    with contextlib.suppress(OSError):
+        _tell(folder, sign.name, str(os.getpid()).encode())
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
+            check_own(folder)
             sign.unlink()
 
 
@@ -100,7 +101,7 @@ def any_listens(folder: Path) -> bool:
 def tell_checkpoint(folder: Path, place: Path) -> None:
     """Tell `hvpipe run` of a complete checkpoint."""
     with contextlib.suppress(OSError):
-        (folder / _CHECKPOINT).write_bytes(os.fsencode(place))
+        _tell(folder, _CHECKPOINT, os.fsencode(place))
 
 
 def last_checkpoint(folder: Path) -> str | None:
@@ -122,8 +123,8 @@ def any_aborts(folder: Path) -> bool:
 def tell_error(folder: Path, rank: int, text: str) -> None:
     """Tell `hvpipe run` the error for which this rank ends all ranks."""
     with contextlib.suppress(OSError):
-        (folder / f"error-{rank}").write_text(text, errors="backslashreplace")
-        abort_sign(folder).touch()
+        _tell(folder, f"error-{rank}", text.encode(errors="backslashreplace"))
+        _tell(folder, abort_sign(folder).name)
 
 
 def errors(folder: Path) -> list[str]:
@@ -136,7 +137,7 @@ def tell_joined(folder: Path | None) -> None:
     """Tell `hvpipe run` that a rank has joined the others."""
     if folder is not None:
         with contextlib.suppress(OSError):
-            (folder / "joined").touch()
+            _tell(folder, "joined")
 
 
 def any_joined(folder: Path) -> bool:
@@ -146,8 +147,8 @@ def any_joined(folder: Path) -> bool:
 
 def tell_checkpoints(folder: Path, checkpoints: Path) -> None:
     """Tell `hvpipe run` where ranks of other hosts leave what they have to tell."""
-    with contextlib.suppress(OSError), atomic_file(folder / _CHECKPOINTS) as file:
-        file.write(os.fsencode(checkpoints.absolute()))
+    with contextlib.suppress(OSError):
+        _tell(folder, _CHECKPOINTS, os.fsencode(checkpoints.absolute()))
 
 
 def tell_end(job: str | None, checkpoints: Path | None) -> None:
@@ -198,6 +199,13 @@ def read_loss(job: Path) -> Loss | None:
         return None
     told = json.loads(found[-1])
     return Loss(tuple(told["ranks"]), told["step"])
+
+
+def _tell(folder: Path, name: str, what: bytes = b"") -> None:
+    """Write a file of the job folder. Another user may have made one where the first was removed."""
+    check_own(folder)
+    with atomic_file(folder / name) as file:
+        file.write(what)
 
 
 def _take(job: Path, name: str) -> list[bytes]:
