@@ -11,13 +11,14 @@ import signal
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from distributed import launch
-from hvpipe.atomic_file import atomic_file
+from hvpipe.atomic_file import atomic_file, target_of
 from hvpipe.blackbox import story
 from hvpipe.checkpoints import folder as checkpoints
 from hvpipe.checkpoints.files import FileRecord, UnreadableError, damage
@@ -29,7 +30,7 @@ from hvpipe.comm.world import SingleWorld
 from hvpipe.commands import join, launch_options, rank_output
 from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.monitor import status_files
-from hvpipe.own_folder import make_own, open_plain, read_own, read_plain
+from hvpipe.own_folder import make_own, open_plain, read_own, read_plain, user_on
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.pipedream import read_graph
 from hvpipe.trace.events import Trace
@@ -108,6 +109,12 @@ def test_a_job_folder_of_a_stranger_is_neither_written_nor_obeyed(shared: Path, 
     with pytest.raises(PermissionError, match="belongs to nobody"):
         job_folder.ask_to_stop(strange)
     job_folder.tell_end(str(strange), None)
+    job_folder.tell_error(strange, 0, "text")
+    job_folder.tell_joined(strange)
+    job_folder.tell_checkpoint(strange, victim)
+    job_folder.tell_checkpoints(strange, victim)
+    with job_folder.listening(strange, 0):
+        pass
     with pytest.raises(PermissionError, match="belongs to nobody"):
         make_own(strange)
     assert contents(strange) == before
@@ -134,6 +141,38 @@ def test_ranks_go_on_without_the_job_folder_of_a_stranger(shared: Path, victim: 
     assert re.search(says, done.output), done.describe()
     assert contents(strange) == before
     assert victim.read_text() == "precious"
+
+
+@as_root
+def test_what_counts_for_another_user_than_root() -> None:
+    """Its own folders, and links of its own and of root."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # where that user may go
+        top = Path(name)
+        top.chmod(0o1777)
+        (top / "of-root").mkdir()
+        (top / "target").write_text("old")
+        os.chown(top / "target", NOBODY, NOBODY)
+        (top / "link").symlink_to(top / "target")
+        (top / "link-of-a-stranger").symlink_to(top / "target")
+        os.lchown(top / "link-of-a-stranger", NOBODY - 1, NOBODY - 1)
+        os.seteuid(NOBODY)
+        try:
+            make_own(top / "mine")
+            make_own(top / "mine")
+            assert user_on(top / "mine") == NOBODY
+            with pytest.raises(PermissionError, match=r"of-root belongs to root \(user 0\), not to nobody"):
+                make_own(top / "of-root")
+            assert job_folder_of({"HVPIPE_JOB_FOLDER": str(top / "mine")}) == top / "mine"
+            for file in rank_output.open_files(top / "rank.0", append=False).values():
+                os.close(file)
+            with atomic_file(top / "link") as opened:
+                opened.write(b"new")
+            with pytest.raises(PermissionError, match="stranger is a symbolic link of user 65533"):
+                target_of(top / "link-of-a-stranger")
+        finally:
+            os.seteuid(0)
+        assert (top / "target").read_text() == "new"
+        assert (top / "target").stat().st_uid == NOBODY
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
@@ -239,10 +278,20 @@ def test_a_file_is_not_written_through_the_link_of_a_stranger(shared: Path, vict
 
 
 @as_root
-def test_a_checkpoint_is_not_written_where_a_stranger_waits(shared: Path, victim: Path) -> None:
+def test_a_checkpoint_is_not_written_where_a_stranger_waits(
+    shared: Path, victim: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     strange = laid(shared / "0000000005-0000aa", victim, "rank-0.npz")
     with pytest.raises(PermissionError, match=f"{strange} belongs to nobody"):
         checkpoints.begin(shared, 5, "0000aa")
+    strange.rename(shared / "private")
+    for folder, says in ((shared, "root (user 0): drwxrwxrwt"), (shared / "private", "nobody (user 65534)")):
+        caplog.clear()
+        checkpoints.check_folder(folder)
+        assert f"other users can change the checkpoints in {folder}, which belongs to {says}" in caplog.text
+    caplog.clear()
+    checkpoints.check_folder(victim.with_name("new"))
+    assert not caplog.text
     (shared / ".lock").symlink_to(victim)
     assert checkpoints.claim(shared) == "unknown"
     assert victim.read_text() == "precious"
@@ -341,5 +390,12 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pyte
         sparse.truncate(1 << 40)
     with pytest.raises(HvpipeError, match="more than 268,435,456 bytes"):
         Plan.read(plan)
+    jobs = status_files.StatusFolder(str(tmp_path), "a-1", 0)
+    now_s = time.time()
+    jobs.write(status_files.RankStatus("a-1", "train.py", 0, 1, "here", now_s, now_s))
+    os.mkfifo(tmp_path / f"{status_files.JOB_PREFIX}a-1" / "rank-1.json")
+    assert len(status_files.read_jobs(tmp_path)) == 1
+    monkeypatch.setattr(status_files, "_MOST_BYTES", 10)
+    assert not status_files.read_jobs(tmp_path)
     plan.rename(tmp_path / "rank-0.flight")
     assert "more than" in story.read_records(tmp_path).problems[0]

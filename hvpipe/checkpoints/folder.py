@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,8 @@ from hvpipe.checkpoints.manifest import (
 )
 from hvpipe.config_file import read_document
 from hvpipe.errors import HvpipeError
-from hvpipe.own_folder import check_own, is_own, user_on
+from hvpipe.log import logger
+from hvpipe.own_folder import check_own, is_own, user_name, user_on
 
 _DAMAGED = ".damaged"
 _locks: dict[Path, int] = {}  # open files of locks that this process holds
@@ -139,16 +141,25 @@ def damaged(folder: Path) -> list[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder if it does not exist. Raises HvpipeError if it cannot be written."""
+    """Make the folder if it does not exist. Raises HvpipeError if it cannot be written.
+
+    Warn if users beside this one and root can write there: a checkpoint of theirs would be resumed.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{secrets.token_hex(6)}"
         probe.touch(exist_ok=False)
+        mine, found = (probe.stat().st_uid, 0), folder.stat()
         probe.unlink()
     except OSError as error:
         raise HvpipeError(
             f"Checkpoint needs a folder that can be written. Received: {str(folder)!r}: {error.strerror}"
         ) from error
+    if found.st_uid not in mine or found.st_mode & stat.S_IWOTH:
+        logger.warning(
+            "hvpipe: other users can change the checkpoints in %s, which belongs to %s: %s.",
+            *(folder, user_name(found.st_uid), stat.filemode(found.st_mode)),
+        )
 
 
 def claim(folder: Path) -> str:

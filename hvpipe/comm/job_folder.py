@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
-from hvpipe.own_folder import is_own, make_own, read_own
+from hvpipe.own_folder import check_own, is_own, make_own, read_own
 
 STOPPED = 75
 """What all ranks exit with after a checkpoint that they were asked for: EX_TEMPFAIL of sysexits.h."""
@@ -72,7 +72,7 @@ def is_running(folder: Path) -> bool:
 def ask_to_stop(folder: Path) -> None:
     """Ask the ranks to write a checkpoint and exit with STOPPED. Raises OSError if that cannot be told."""
     make_own(folder)  # somebody may have removed it
-    (folder / _STOP).touch()
+    _tell(folder, _STOP)
 
 
 def asked_to_stop(folder: Path) -> bool:
@@ -84,12 +84,13 @@ def asked_to_stop(folder: Path) -> bool:
 def listening(folder: Path, rank: int) -> Iterator[None]:
     """Let others know that this rank stops when asked."""
     sign = folder / f"listening-{rank}"
-    with contextlib.suppress(OSError), atomic_file(sign) as file:
-        file.write(str(os.getpid()).encode())
+    with contextlib.suppress(OSError):
+        _tell(folder, sign.name, str(os.getpid()).encode())
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
+            check_own(folder)
             sign.unlink()
 
 
@@ -101,7 +102,7 @@ def any_listens(folder: Path) -> bool:
 def tell_checkpoint(folder: Path, place: Path) -> None:
     """Tell `hvpipe run` of a complete checkpoint."""
     with contextlib.suppress(OSError):
-        (folder / _CHECKPOINT).write_bytes(os.fsencode(place))
+        _tell(folder, _CHECKPOINT, os.fsencode(place))
 
 
 def last_checkpoint(folder: Path) -> str | None:
@@ -127,9 +128,9 @@ def tell_error(folder: Path, rank: int, text: str, more: str) -> bool:
         Whether it is told.
     """
     with contextlib.suppress(OSError):
-        (folder / f"traceback-{rank}").write_text(more, errors="backslashreplace")
-        (folder / f"error-{rank}").write_text(text, errors="backslashreplace")
-        abort_sign(folder).touch()
+        _tell(folder, f"traceback-{rank}", more.encode(errors="backslashreplace"))
+        _tell(folder, f"error-{rank}", text.encode(errors="backslashreplace"))
+        _tell(folder, abort_sign(folder).name)
         return True
     return False
 
@@ -137,12 +138,12 @@ def tell_error(folder: Path, rank: int, text: str, more: str) -> bool:
 def print_tracebacks(folder: Path) -> None:
     """Let ranks know that `hvpipe run` prints what they tell by `tell_error`."""
     with contextlib.suppress(OSError):
-        (folder / _PRINTS).touch()
+        _tell(folder, _PRINTS)
 
 
 def launcher_prints(folder: Path) -> bool:
     """Tell whether `hvpipe run` prints what ranks tell by `tell_error`."""
-    return (folder / _PRINTS).exists()
+    return is_own(folder) and (folder / _PRINTS).exists()
 
 
 def told_by_rank(folder: Path) -> dict[int, tuple[str, str]]:
@@ -167,7 +168,7 @@ def tell_joined(folder: Path | None) -> None:
     """Tell `hvpipe run` that a rank has joined the others."""
     if folder is not None:
         with contextlib.suppress(OSError):
-            (folder / "joined").touch()
+            _tell(folder, "joined")
 
 
 def any_joined(folder: Path) -> bool:
@@ -177,8 +178,8 @@ def any_joined(folder: Path) -> bool:
 
 def tell_checkpoints(folder: Path, checkpoints: Path) -> None:
     """Tell `hvpipe run` where ranks of other hosts leave what they have to tell."""
-    with contextlib.suppress(OSError), atomic_file(folder / _CHECKPOINTS) as file:
-        file.write(os.fsencode(checkpoints.absolute()))
+    with contextlib.suppress(OSError):
+        _tell(folder, _CHECKPOINTS, os.fsencode(checkpoints.absolute()))
 
 
 def tell_end(job: str | None, checkpoints: Path | None) -> None:
@@ -229,6 +230,13 @@ def read_loss(job: Path) -> Loss | None:
         return None
     told = json.loads(found[-1])
     return Loss(tuple(told["ranks"]), told["step"])
+
+
+def _tell(folder: Path, name: str, what: bytes = b"") -> None:
+    """Write a file of the job folder. Another user may have made one where the first was removed."""
+    check_own(folder)
+    with atomic_file(folder / name) as file:
+        file.write(what)
 
 
 def _take(job: Path, name: str) -> list[bytes]:
