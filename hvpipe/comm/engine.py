@@ -333,7 +333,7 @@ class Engine:
         return int(self.core.requests())
 
     def allgather_object(self, value: Any, what: str = "allgather_object") -> list[Any]:
-        """Return the plain values (see hvpipe.comm.objects) of all ranks. `what`: what the user did, for errors."""
+        """Return the plain values (see hvpipe.comm.objects) of all ranks; errors say `what` the user did."""
         self.agree(what)
         return self.world.allgather_object(value)
 
