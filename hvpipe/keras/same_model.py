@@ -107,8 +107,13 @@ def _plain(value: Any, names: Mapping[str, str]) -> Any:
 def _plain_dict(value: Mapping[str, Any], names: Mapping[str, str]) -> Any:
     if value.get("class_name") == "__lambda__":  # its code names files
         return "a lambda"
+    if isinstance(value.get("layers"), list):  # of a model; those that are only operations are numbered, too
+        named = [one.get("config") for one in value["layers"] if isinstance(one, Mapping)]
+        found_here = [str(one.get("name")) for one in named if isinstance(one, Mapping)]
+        names = {**{name: f"operation {place}" for place, name in enumerate(found_here)}, **names}
     config = value.get("config")
-    if isinstance(config, Mapping) and config.get("name") in names:  # a layer, which has items of its own
+    own = names.get(str(config.get("name")), "") if isinstance(config, Mapping) else ""
+    if own.startswith("#"):  # a layer, which has items of its own
         value = {"class_name": value.get("class_name"), "inbound_nodes": value.get("inbound_nodes")}
     found = {}
     for key, one in value.items():

@@ -178,12 +178,13 @@ def with_dropout(rate: float) -> keras.Model:
     return keras.Sequential([keras.Input((FEATURES,)), layers.Dropout(rate), layers.Dense(CLASSES)])
 
 
-def crossed(twice: bool) -> keras.Model:
+def chained(odd: int) -> keras.Model:
     """Return a model whose calls differ, but not its layers."""
     inputs = keras.Input((FEATURES,))
-    one, other, last = layers.Dense(8), layers.Dense(8), layers.Dense(CLASSES)
-    first = one(inputs)
-    return keras.Model(inputs, last(layers.Add()([first, first if twice else other(inputs)])))
+    first = layers.Dense(8)(inputs)
+    one = layers.Dense(8)(first)
+    other = layers.Dense(8)(one if odd else first)
+    return keras.Model(inputs, layers.Dense(CLASSES)(layers.Add()([one, other])))
 
 
 def loss_of(odd: int) -> keras.losses.Loss:
@@ -201,15 +202,13 @@ def loss_of(odd: int) -> keras.losses.Loss:
             "optimizer momentum: 0.5",
         ),
         (lambda odd: compiled(loss=loss_of(odd)), "loss from_logits: False on rank 0 and True on rank"),
-        (lambda odd: compiled(lambda: crossed(bool(odd))), "class of layer|keras_history"),
+        (lambda odd: compiled(lambda: chained(odd)), "keras_history: .* on rank 0"),
     ],
 )
 def test_models_that_only_their_settings_tell_apart(make: Callable[[int], keras.Model], says: str) -> None:
     """Regression: relu on one rank and tanh on the other trained, and nobody noticed."""
     model = parallel(make(int(is_last())))
-    with pytest.raises(
-        MismatchError, match=f"All ranks should train the same model. Received: .*({says}).*rank"
-    ):
+    with pytest.raises(MismatchError, match=f"should train the same model. Received: .*{says}"):
         fit(model, my_batches(2))
     assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
 
@@ -229,13 +228,15 @@ def test_ranks_with_different_layer_names_train_together() -> None:
     """Keras numbers the layers that a process has made. Seeds, rates and batch sizes may differ, too."""
     if is_last():
         one_layer_more()
+        keras.ops.add(keras.Input((3,)), 1.0)
     odd = int(is_last())
 
     def build() -> keras.Model:
         batch = keras.Input((FEATURES,), batch_size=(None, 8)[odd], name=f"input_{odd}")
         hidden = layers.Dropout(0.1, seed=odd, name=f"drop_{odd + 1}")(Other()(batch))
+        doubled = keras.ops.add(hidden, hidden)  # Keras numbers operations, too
         normal = keras.initializers.RandomNormal(seed=odd)
-        return keras.Model(batch, layers.Dense(CLASSES, kernel_initializer=normal)(layers.Dense(8)(hidden)))
+        return keras.Model(batch, layers.Dense(CLASSES, kernel_initializer=normal)(layers.Dense(8)(doubled)))
 
     model = parallel(compiled(build, keras.optimizers.SGD(0.1 + odd)))
     fit(model, my_batches(3))
