@@ -25,6 +25,7 @@ from hvpipe.keras.compat import (
     unlisted_variables,
 )
 from hvpipe.keras.graph.layer_graph import functional_of
+from hvpipe.keras.same_model import check_same_model
 from hvpipe.keras.variables import broadcast_variables, check_same_variables
 from hvpipe.session import Session
 
@@ -60,6 +61,8 @@ def start_equal(session: Session, model: Any, batch: Any) -> None:
         )
     build_state(model, batch)
     check_same_variables(session, model.trainable_variables)
+    if session.world.size > 1:
+        check_same_model(session, model)
     broadcast_model(model, model.optimizer.variables)
 
 

@@ -55,6 +55,7 @@ from hvpipe.keras.pipeline.step import StepResult
 from hvpipe.keras.pipeline.step_checks import StepChecks, step_checks
 from hvpipe.keras.pipeline.step_undo import StepUndo
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
+from hvpipe.keras.same_model import check_same, loss_items
 from hvpipe.keras.supported import described_type, of_keras_2
 from hvpipe.keras.variables import check_not_overwritten
 from hvpipe.plan.stage_plan import Plan
@@ -302,11 +303,12 @@ class PipelineParallel(PipelineSaving, keras.Model):
             The History, the same on all ranks.
 
         Raises:
-            MismatchError: The optimizer or the learning rate differs between ranks.
+            MismatchError: The optimizer, the learning rate or the loss differs between ranks.
         """
         session = self._context.session
         if self.compiled:
             check_same_optimizer(session, self.optimizer)
+            check_same(session, "A pipeline needs the same loss on all ranks", loss_items(self))
         named = self._arguments_of(super().fit, args, kwargs)
         listed = in_order(_listed(named.get("callbacks") or []))
         callbacks = with_one_writer(session, listed, ["CSVLogger"])

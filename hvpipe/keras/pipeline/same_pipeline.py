@@ -11,6 +11,7 @@ import keras
 from hvpipe.errors import MismatchError, listed
 from hvpipe.keras.graph.layer_graph import Call, LayerGraph
 from hvpipe.keras.pipeline.layout import Layout
+from hvpipe.keras.same_model import check_same, layer_items
 from hvpipe.session import Session
 
 _MODEL, _REST = "model", "the rest"
@@ -23,6 +24,8 @@ def check_same_pipeline(session: Session, layout: Layout) -> None:
     first = everyone[0]
     odd = next(((rank, one) for rank, one in enumerate(everyone) if one != first), None)
     if odd is None:
+        layers = [call.operation for call in layout.stages.graph.calls]
+        check_same(session, "pipeline_parallel needs the same model on all ranks", layer_items(layers))
         return
     rank, other = odd
     # A few layers more may be another number of stages, too: the model first.

@@ -162,12 +162,82 @@ def test_different_models_on_the_ranks(other: Callable[[], keras.Model], says: s
     assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
 
 
+class Subclassed(keras.Model):
+    """Has no `get_config`, but its layers have."""
+
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        self.first, self.last = layers.Dense(8, activation=activation), layers.Dense(CLASSES)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+
+def with_dropout(rate: float) -> keras.Model:
+    return keras.Sequential([keras.Input((FEATURES,)), layers.Dropout(rate), layers.Dense(CLASSES)])
+
+
+def chained(odd: int) -> keras.Model:
+    """Return a model whose calls differ, but not its layers."""
+    inputs = keras.Input((FEATURES,))
+    first = layers.Dense(8)(inputs)
+    one = layers.Dense(8)(first)
+    other = layers.Dense(8)(one if odd else first)
+    return keras.Model(inputs, layers.Dense(CLASSES)(layers.Add()([one, other])))
+
+
+def loss_of(odd: int) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=bool(odd))
+
+
+@several_ranks
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda odd: compiled(lambda: Subclassed(("relu", "tanh")[odd])), "activation: 'relu' .* 'tanh'"),
+        (lambda odd: compiled(lambda: with_dropout(0.1 + odd / 2)), r"\(Dropout\) rate: 0.1 on .* 0.6 on"),
+        (
+            lambda odd: compiled(optimizer=keras.optimizers.SGD(momentum=0.5 - odd / 4)),
+            "optimizer momentum: 0.5",
+        ),
+        (lambda odd: compiled(loss=loss_of(odd)), "loss from_logits: False on rank 0 and True on rank"),
+        (lambda odd: compiled(lambda: chained(odd)), "keras_history: .* on rank 0"),
+    ],
+)
+def test_models_that_only_their_settings_tell_apart(make: Callable[[int], keras.Model], says: str) -> None:
+    """Regression: relu on one rank and tanh on the other trained, and nobody noticed."""
+    model = parallel(make(int(is_last())))
+    with pytest.raises(MismatchError, match=f"should train the same model. Received: .*{says}"):
+        fit(model, my_batches(2))
+    assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
+
+
+class Other(layers.Layer):
+    """Its config cannot be read."""
+
+    def get_config(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
 @several_ranks
 def test_ranks_with_different_layer_names_train_together() -> None:
-    # Keras numbers the layers that a process has made. One rank makes a model that the others do not make.
+    """Keras numbers the layers that a process has made. Seeds, rates and batch sizes may differ, too."""
     if is_last():
         one_layer_more()
-    model = parallel(compiled())
+        keras.ops.add(keras.Input((3,)), 1.0)
+    odd = int(is_last())
+
+    def build() -> keras.Model:
+        batch = keras.Input((FEATURES,), batch_size=(None, 8)[odd], name=f"input_{odd}")
+        hidden = layers.Dropout(0.1, seed=odd, name=f"drop_{odd + 1}")(Other()(batch))
+        doubled = keras.ops.add(hidden, hidden)  # Keras numbers operations, too
+        normal = keras.initializers.RandomNormal(seed=odd)
+        return keras.Model(batch, layers.Dense(CLASSES, kernel_initializer=normal)(layers.Dense(8)(doubled)))
+
+    model = parallel(compiled(build, keras.optimizers.SGD(0.1 + odd)))
     fit(model, my_batches(3))
     assert_same_on_all_ranks(state_of(model))
 

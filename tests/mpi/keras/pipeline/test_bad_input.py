@@ -192,9 +192,10 @@ def test_a_profile_or_plan_of_other_sizes_is_refused() -> None:
         hk.pipeline_parallel(functools.partial(of_width, 8), plan)
 
 
-def of_units(units: int) -> keras.Model:
+def of_units(units: int, activation: str | None = None) -> keras.Model:
     dense = keras.layers.Dense
-    return keras.Sequential([keras.Input((10,)), *(dense(units, name=f"d{n}") for n in range(5)), dense(3)])
+    hidden = [dense(units, activation, name=f"d{n}") for n in range(5)]
+    return keras.Sequential([keras.Input((10,)), *hidden, dense(3)])
 
 
 def without_weights(pool: int) -> keras.Model:
@@ -221,6 +222,11 @@ def test_pipelines_that_differ_between_ranks_are_told_apart() -> None:
             {},
             r"same model .*: layer 0, 'd0', Dense with variables float32\[10, 16\], .* on rank 0 "
             r"and layer 0, 'd0', Dense with variables float32\[10, 17\], .*",
+        ),
+        (  # regression: nothing compared the settings of layers
+            functools.partial(of_units, 16, ("relu", "tanh")[odd]),
+            {},
+            r"same model .*: layer 0 \(Dense\) activation: 'relu' on rank 0 and 'tanh'",
         ),
         (
             functools.partial(without_weights, 2 + odd),

@@ -220,6 +220,18 @@ def test_optimizers_that_differ_by_rank_are_an_error(optimizer: Any, others: dic
             pipe.fit(x, y, batch_size=8, verbose=0)
 
 
+def test_losses_that_differ_by_rank_are_an_error() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    pipe = hk.pipeline_parallel(small)
+    losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=odd) for odd in (True, False)]
+    pipe.compile(sgd(), losses[is_last()])
+    last = hvpipe.size() - 1
+    with pytest.raises(MismatchError, match=rf"loss from_logits: True on rank 0 and False on rank {last}"):
+        pipe.fit(x, y, batch_size=8, verbose=0)
+
+
 def test_a_learning_rate_changed_on_one_rank_is_an_error() -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
