@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def cases() -> dict[str, Fault]:
         "clock": Fault("the clock jumps by an hour, forward or back", goes_on, _clock_jump, missing=no_cc),
         "disk": Fault("full disk (tmpfs) under the checkpoints", goes_on, _full_disk, ("checkpoint",), root),
         "blip": Fault("a link down for 2 s", goes_on, partial(_link, 2.0), later, root),
+        "silent": Fault("40 silent connections of strangers at the start", goes_on, _silent, ("start",)),
         "link": Fault("a link down for good", ends, partial(_link, None), PHASES[:4], root),
         "job": Fault(
             "kill -9 of the whole job while it writes checkpoints",
@@ -265,6 +267,27 @@ def _link(down_s: float | None, phase: str, chance: random.Random) -> Trial:
             says = "HVPIPE_SHUTDOWN_TIMEOUT" if phase == "flush" else "DeadlineError"
             return _judge_end(ended, folder, DEADLINE_S, (says, "rank "))
         return _judge_going_on(ended, folder, 2, options=steps)
+
+
+def _silent(phase: str, chance: random.Random) -> Trial:
+    """Strangers connect to the ranks of a job over TCP before these have met, and say nothing."""
+    first = chance.randrange(20_000, 32_000, 16)
+    with _folder() as folder, contextlib.ExitStack() as held:
+
+        def during(process: subprocess.Popen[Any]) -> None:
+            count = 0
+            while count < 40 and process.poll() is None:
+                for port in range(first, first + 16):
+                    with contextlib.suppress(OSError):
+                        held.enter_context(socket.create_connection(("127.0.0.1", port), 0.1))
+                        count += 1
+                time.sleep(0.005)
+            if count >= 40:
+                (folder / "broken").write_text(repr(time.time()))
+
+        over_tcp = {"HVPIPE_BACKEND": "tcp", "HVPIPE_PORTS": f"{first}-{first + 15}"}
+        ended = _run(_hvpipe_run(4, folder, "--late", chance.randrange(4)), during, over_tcp)
+        return _judge_going_on(ended, folder, 4)
 
 
 def _whole_job(phase: str, chance: random.Random) -> Trial:

@@ -23,6 +23,8 @@ from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest, Position
 from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
+from hvpipe.comm import tcp_setup
+from hvpipe.comm.discover import discover
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
 
@@ -136,6 +138,17 @@ class _Ranks:
         return self._engine.allgather_object(value)  # type: ignore[no-any-return]
 
 
+def _be_late() -> None:
+    """Listen for a second before this process calls the others."""
+    run = tcp_setup.Setup.run
+
+    def late(setup: tcp_setup.Setup, limit_s: float) -> tuple[list[int], list[bytes]]:
+        time.sleep(1.0)
+        return run(setup, limit_s)
+
+    tcp_setup.Setup.run = late  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -149,7 +162,10 @@ def main() -> None:
     parser.add_argument("--jump", type=int, default=0)
     parser.add_argument("--group", type=Path)
     parser.add_argument("--checkpoints", type=Path)
+    parser.add_argument("--late", type=int, help="the rank that joins the others by TCP a second later")
     options = parser.parse_args()
+    if options.late is not None and discover().rank == options.late:
+        _be_late()
     hvpipe.init()
     Job(options).run()
 

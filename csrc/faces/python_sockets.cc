@@ -31,8 +31,8 @@ nb::bytes OwnProcess() {
 ProcessName ProcessOf(const nb::bytes& bytes) {
   ProcessName process;
   if (bytes.size() != sizeof process)
-    throw Error("A process should have " + std::to_string(sizeof process) + " bytes. Received: " +
-                    std::to_string(bytes.size()),
+    throw Error("A process should have " + std::to_string(sizeof process) +
+                    " bytes. Received: " + std::to_string(bytes.size()),
                 ErrorKind::kUsage);
   std::memcpy(static_cast<void*>(&process), bytes.c_str(), sizeof process);
   process.host[sizeof process.host - 1] = process.boot[sizeof process.boot - 1] = '\0';
@@ -96,8 +96,7 @@ nb::bytes ReceiveObject(SocketMesh& mesh, int peer, double limit_s) {
 
 void BindSockets(nb::module_& module) {
   nb::class_<SocketMesh>(module, "SocketMesh")
-      .def_static("over", &MeshOver, nb::kw_only(), nb::arg("rank"), nb::arg("sockets"),
-                  nb::arg("processes"))
+      .def_static("over", &MeshOver, nb::kw_only(), nb::arg("rank"), nb::arg("sockets"), nb::arg("processes"))
       .def("send", &SendObjects, nb::arg("object"), nb::arg("peers"), nb::arg("limit_s"))
       .def("receive", &ReceiveObject, nb::arg("peer"), nb::arg("limit_s"))
       .def("leave_to_parent", &SocketMesh::LeaveToParent)

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import pickle
 import sys
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,18 @@ from hvpipe.errors import HvpipeError, PeerError
 
 _BYTES, _JSON = b"B", b"J"
 _PLAIN = (type(None), bool, int, float, str)
+# What objects of other classes become: a Counter a dict, an IntEnum a number.
+_BASES: dict[type, Callable[[Any], Any]] = {
+    dict: dict,
+    list: list,
+    tuple: tuple,
+    set: set,
+    array: list,
+    range: list,
+    int: int,
+    float: float,
+    str: str.__str__,
+}
 _LISTS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -102,6 +115,9 @@ def _to_json(value: Any) -> Any:
             data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
             scalar = isinstance(value, numpy.generic)
             return {"array": [text, list(value.shape), scalar, data]}
+    for base, plain in _BASES.items():
+        if isinstance(value, base):
+            return _to_json(plain(value))
     raise HvpipeError(
         "Ranks exchange plain values: numbers, texts, bytes, arrays, and lists, tuples, sets and dicts of "
         f"them. Received: {kind.__module__}.{kind.__qualname__}"

@@ -172,7 +172,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     found = Settings(
         backend=chosen,
         net=env.get("HVPIPE_NET", ""),
-        ports=ports(env.get("HVPIPE_PORTS", "")),
+        ports=port_range(env["HVPIPE_PORTS"]) if env.get("HVPIPE_PORTS") else None,
         secret=env.get("HVPIPE_SECRET", ""),
         timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s),
         first_step_timeout_s=_positive(env, "HVPIPE_FIRST_STEP_TIMEOUT", "seconds", 0.0) or None,
@@ -250,14 +250,12 @@ def backend(text: str | None) -> Backend | None:
     return "mpi" if text == "mpi" else "tcp"
 
 
-def ports(text: str) -> range | None:
-    """Return the ports that a text such as "40000-40100" names; None for no text.
+def port_range(text: str) -> range:
+    """Return the ports that a text such as "40000-40100" names.
 
     Raises:
         HvpipeError: For any other text.
     """
-    if not text:
-        return None
     first, _, last = text.partition("-")
     if first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16:
         return range(int(first), int(last) + 1)

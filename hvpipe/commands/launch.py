@@ -10,10 +10,12 @@ from itertools import pairwise
 
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.commands.lost_hosts import is_this_host
-from hvpipe.commands.mpirun import Mpirun
+from hvpipe.commands.mpirun import Family, Mpirun
 from hvpipe.errors import LaunchError
 
 BINDINGS = ("none", "core", "numa", "socket")
+
+_LEAST_PORTS = 3  # of one rank, with the launcher's
 
 # Options of mpirun that may place ranks on other hosts.
 _NAMING_HOSTS = frozenset(
@@ -42,6 +44,7 @@ class LaunchSpec:
         bind: What ranks are bound to, one of BINDINGS.
         rsh_agent: The command that reaches other hosts, instead of ssh.
         network: An interface or CIDR; then all data between hosts uses TCP on it.
+        ports: Where ranks and MPI's daemons listen; None: the kernel chooses.
         export: Environment variables that other hosts should get.
         launcher_args: More arguments for mpirun, which override hvpipe's own.
         elastic: Whether ranks go on after one of them was lost.
@@ -57,6 +60,7 @@ class LaunchSpec:
     bind: str = "none"
     rsh_agent: str | None = None
     network: str | None = None
+    ports: range | None = None
     export: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
     elastic: bool = False
@@ -78,6 +82,11 @@ class LaunchSpec:
             raise LaunchError(
                 f"{self.ranks} ranks need {self.ranks} slots: give the hosts more slots (--hosts a:2,b:2), "
                 f"or start fewer ranks (-np). Received: -np {self.ranks} with {slots} slots on {listed}"
+            )
+        if self.ports is not None and len(self.ports) < _LEAST_PORTS:
+            raise LaunchError(
+                "--ports should have a port for the launcher and two for each rank of a host. "
+                f"Received: --ports {self.ports[0]}-{self.ports[-1]}"
             )
         if ":" in self.command:
             raise LaunchError(
@@ -135,6 +144,8 @@ def launcher_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str,
     if spec.mpirun.family == "Open MPI":
         return {}
     settings: dict[str, str] = {}
+    if spec.ports is not None:
+        settings |= _port_settings(spec.mpirun.family, spec.ports)
     if spec.network is not None:  # MPI's data goes by UCX or libfabric, whose choice -iface does not change
         settings |= {"UCX_NET_DEVICES": spec.network, "UCX_TLS": "tcp,sm,self"}
         settings |= {"FI_PROVIDER": "tcp", "FI_TCP_IFACE": spec.network, "HVPIPE_NET": spec.network}
@@ -150,6 +161,19 @@ def launcher_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str,
     return {**settings, "SLURM_MPI_TYPE": "none"} if spec.allocated else settings
 
 
+def _port_settings(family: Family, ports: range) -> dict[str, str]:
+    """Return the variables by which Hydra, MPI and libfabric's TCP choose their ports."""
+    both = f"{ports[0]}:{ports[-1]}"
+    names = ("MPIEXEC_PORT_RANGE", "MPIR_CVAR_CH3_PORT_RANGE")
+    if family == "Intel MPI":
+        names = ("MPIEXEC_PORT_RANGE", "I_MPI_PORT_RANGE")
+    return {
+        **dict.fromkeys(names, both),
+        "FI_TCP_PORT_LOW_RANGE": str(ports[0]),
+        "FI_TCP_PORT_HIGH_RANGE": str(ports[-1]),
+    }
+
+
 def _joined(words: Sequence[str], spec: LaunchSpec, splits_at: str) -> str:
     """Join words of --rsh-agent for mpirun. Raises LaunchError for one that mpirun would split."""
     if odd := [word for word in words if not word or set(word) & set(splits_at)]:
@@ -162,6 +186,7 @@ def _joined(words: Sequence[str], spec: LaunchSpec, splits_at: str) -> str:
 
 def _open_mpi_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
     is_5 = spec.mpirun.version[0] >= 5
+    daemon = ("--prtemca",) if is_5 else ("--mca",)
     flags: list[tuple[str, ...]] = []
     if spec.as_root:
         flags.append(("--allow-run-as-root",))
@@ -184,6 +209,12 @@ def _open_mpi_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
         # Without these two, UCX or libfabric would carry the data, on a network of their choice.
         flags.append(("--mca", "pml", "ob1"))
         flags.append(("--mca", "btl", "tcp,sm,self" if is_5 else "tcp,vader,self"))
+    if spec.ports is not None:
+        # The first one is for Open MPI's daemon, which would take each of a range.
+        for family in ("v4", "v6"):
+            flags.append((*daemon, f"oob_tcp_dynamic_ip{family}_ports", str(spec.ports[0])))
+            flags.append(("--mca", f"btl_tcp_port_min_{family}", str(spec.ports[1])))
+            flags.append(("--mca", f"btl_tcp_port_range_{family}", str(len(spec.ports) - 1)))
     if not spec.on_one_machine:
         flags += [("-x", name) for name in spec.export]
     return flags

@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvpipe.comm.native import read_build_info
+from hvpipe.comm.settings import port_range
 from hvpipe.commands import launch, mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hostfile, parse_hosts
 from hvpipe.commands.supervise import JOB_FOLDER, supervise
-from hvpipe.errors import LaunchError
+from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.monitor import core_binding
 
 Supervise = Callable[[Sequence[str], Mapping[str, str]], int]
@@ -60,6 +61,9 @@ def add_launch_options(parser: argparse.ArgumentParser, *, timeout_s: int) -> No
     )
     parser.add_argument("--net", metavar="NET", help="interface or CIDR that carries the data between hosts")
     parser.add_argument(
+        "--ports", metavar="A-B", help="ports at which MPI and hvpipe listen, as 40000-40100 (default: any)"
+    )
+    parser.add_argument(
         "--rsh-agent", metavar="SCRIPT", help="program that reaches other hosts (default: ssh)"
     )
     parser.add_argument(
@@ -96,6 +100,7 @@ def launch_spec(
         bind=options.bind,
         rsh_agent=_absolute_program(options.rsh_agent),
         network=options.net,
+        ports=_ports(options.ports),
         launcher_args=tuple(_words("--launcher-args", options.launcher_args)),
         elastic=getattr(options, "elastic", False),
     )
@@ -147,6 +152,7 @@ def start(
     settings = {
         **settings,
         **launch.thread_settings(spec, environ),
+        **({"HVPIPE_PORTS": f"{spec.ports[0]}-{spec.ports[-1]}"} if spec.ports else {}),
         **launch.launcher_settings(spec, environ),
     }
     # `supervised` adds the job folder to mpirun's environment.
@@ -198,6 +204,15 @@ def _mpirun(options: argparse.Namespace, environ: Mapping[str, str]) -> mpirun.M
             file=sys.stderr,
         )
     return found
+
+
+def _ports(text: str | None) -> range | None:
+    try:
+        return None if text is None else port_range(text)
+    except HvpipeError as error:
+        raise LaunchError(
+            f"--ports should be a range of ports from 1 to 65535, as 40000-40100. Received: --ports {text!r}"
+        ) from error
 
 
 def _words(option: str, text: str) -> list[str]:

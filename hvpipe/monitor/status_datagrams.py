@@ -21,7 +21,7 @@ _MOST_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class ReceiverAddress:
-    """The addresses (with netmasks) and port where rank 0 listens, and the token that marks this job."""
+    """The addresses (with netmasks) and port where rank 0 listens, and the token that proves this job's."""
 
     addresses: tuple[tuple[str, str], ...]
     port: int
@@ -61,8 +61,8 @@ class StatusReceiver:
         token = self.address.token.encode()
         newest: dict[int, RankStatus] = {}
         for data in itertools.islice(self._arrived(), _MOST_AT_ONCE):
-            word, _, body = data.partition(b" ")
-            if not hmac.compare_digest(word, token):
+            proof, _, body = data.partition(b" ")
+            if not hmac.compare_digest(proof, _proof(token, body)):
                 continue
             with contextlib.suppress(ValueError):
                 if (one := RankStatus.from_json(json.loads(body))) is not None:
@@ -79,6 +79,11 @@ class StatusReceiver:
     def close(self) -> None:
         for one in self._sockets:
             one.close()
+
+
+def _proof(token: bytes, body: bytes) -> bytes:
+    """Return what shows that a datagram is one of this job's: the token itself is never sent in one."""
+    return hmac.digest(token, body, "sha256").hex().encode()
 
 
 def _binds(one: socket.socket, address: str, port: int) -> bool:
@@ -100,7 +105,8 @@ class StatusSender:
 
     def send(self, mine: RankStatus) -> None:
         """Send the status of this rank; a failure is ignored."""
-        data = self._token + b" " + json.dumps(mine.to_json()).encode()
+        body = json.dumps(mine.to_json()).encode()
+        data = _proof(self._token, body) + b" " + body
         for target in self._targets:
             with contextlib.suppress(OSError):  # no route or no room: the next status replaces this one
                 self._socket.sendto(data, target)

@@ -29,6 +29,8 @@ def test_settings_without_variables_are_the_defaults() -> None:
 
 def test_settings_are_read() -> None:
     environ = {
+        "HVPIPE_PORTS": "40000-40100",
+        "HVPIPE_SECRET": "/home/me/secret",
         "HVPIPE_TIMEOUT": "2.5",
         "HVPIPE_FIRST_STEP_TIMEOUT": "90",
         "HVPIPE_TRACE": "/tmp/t.json",
@@ -46,6 +48,8 @@ def test_settings_are_read() -> None:
         "HVPIPE_LOG_LEVEL": "DEBUG",
     }
     assert settings(environ) == Settings(
+        ports=range(40_000, 40_101),
+        secret="/home/me/secret",
         timeout_s=2.5,
         first_step_timeout_s=90.0,
         trace_path="/tmp/t.json",
@@ -70,6 +74,10 @@ def test_settings_are_read() -> None:
     [
         ("HVPIPE_TIMEOUT", "soon", "a positive number of seconds"),
         ("HVPIPE_TIMEOUT", "0", "a positive number of seconds"),
+        *(
+            ("HVPIPE_PORTS", text, "a range of ports from 1 to 65535, as 40000-40100")
+            for text in ("40000", "9-8", "1-65536", "0-9", "a-b")
+        ),
         ("HVPIPE_TIMEOUT", "inf", "a positive number of seconds"),
         ("HVPIPE_UTILIZATION_HZ", "0", "a positive number of samples a second"),
         ("HVPIPE_LIVE", "yes", "0, 1 or the absolute path of a folder"),

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import http.server
+import functools
 import os
+import pickle
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stores import open_store
 
 from hvpipe.comm import tcp
 from hvpipe.comm.discover import Launch
+from hvpipe.comm.engine import Engine
 from hvpipe.comm.rendezvous import Rendezvous
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import shared_file
@@ -25,38 +28,11 @@ from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
 from rank_threads import LIMIT_S, Together
 
 
-class Store(http.server.BaseHTTPRequestHandler):
-    """Answers as horovodrun's store does."""
-
-    values: dict[str, bytes]
-
-    def do_GET(self) -> None:
-        value = self.values.get(self.path)
-        self._answer(404 if value is None else 200, value or b"")
-
-    def do_PUT(self) -> None:
-        self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(200, b"")
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def store() -> Iterator[tuple[str, int]]:
     """Return the host and the port of a store."""
-    Store.values = {}
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Store)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield "127.0.0.1", server.server_address[1]
-    server.shutdown()
-    server.server_close()
+    with open_store() as place:
+        yield place
 
 
 def join(together: Together, rank: int, size: int, timeout_s: float = LIMIT_S) -> TcpWorld:
@@ -245,6 +221,79 @@ def test_ranks_join_by_the_store(store: tuple[str, int], monkeypatch: pytest.Mon
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "nine")
     with pytest.raises(InitError, match=r"should say where its ranks meet, .* Received: '127.0.0.1', 'nine'"):
         join(0)
+
+
+Start = Callable[[int, float], Future[TcpWorld]]
+
+
+class Attack:
+    """Its pickle makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def start(
+    store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int, float], Future[TcpWorld]]:
+    """Start rank 0 of 2, which horovodrun has started beside so many ranks of its host."""
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", store[0])
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(store[1]))
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
+    monkeypatch.setattr(tcp, "_number", iter([0]))
+
+    def begin(local_size: int, limit_s: float) -> Future[TcpWorld]:
+        launch = Launch("horovodrun", 0, 2, 0, local_size)
+        return ThreadPoolExecutor(1).submit(tcp.open_world, launch, Settings(timeout_s=limit_s))
+
+    return begin
+
+
+def join_as_stranger(store: tuple[str, int]) -> Any:
+    """Do what rank 1 does, before it, with all that the store has."""
+    place = Rendezvous(*store, "hvpipe-0", 2.0)
+
+    def exchange(mine: Any) -> list[Any]:
+        place.put("1", mine)
+        found: list[Any] = place.get("all", "Rank 0")
+        return found
+
+    return connect_mesh(1, "127.0.0.1", exchange, 2.0)
+
+
+def test_a_stranger_does_not_become_a_rank(store: tuple[str, int], start: Start) -> None:
+    """Regression: it stored its address before rank 1 did, and called with the token that it found there."""
+    rank_0 = start(2, 1.0)
+    with pytest.raises((InitError, ValueError)):
+        join_as_stranger(store)
+    with pytest.raises(InitError, match=r"a value without the seal of this job's secret, at /hvpipe-0/1"):
+        rank_0.result()
+
+
+def test_no_pickle_of_ranks_that_prove_nothing_is_read(
+    store: tuple[str, int], start: Start, tmp_path: Path
+) -> None:
+    """On several hosts without HVPIPE_SECRET a stranger can join, but it runs nothing."""
+    rank_0 = start(1, 5.0)
+    stranger = join_as_stranger(store)
+    world = rank_0.result()
+    assert not world.trusted
+    path = tmp_path / "ran"
+    engine = SimpleNamespace(world=world, allgather_object=world.allgather_object)
+    calls = (world.allgather_object, functools.partial(Engine.allgather_any_object, engine))
+    for call in calls:
+        stranger.send(pickle.dumps(Attack(path)), [0], 5.0)
+        with pytest.raises(PeerError, match="Another rank should send what this version of hvpipe can read"):
+            call([1])
+    assert not path.exists()
+    with ThreadPoolExecutor(1) as threads:
+        ends = threads.submit(stranger.close)
+        world.close()
+        ends.result()
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 2], [0, 1, 2]])

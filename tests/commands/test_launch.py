@@ -90,6 +90,14 @@ def words(spec: LaunchSpec) -> str:
             "--mca btl tcp,sm,self python -u train.py",
             id="agent and interface",
         ),
+        pytest.param(  # Open MPI's daemon takes each port that it may have
+            replace(SPEC, hosts=HOSTS, ports=range(40_000, 40_101)),
+            "/mpi5/mpirun -np 2 --host a:2,b:2 --bind-to none "
+            "--prtemca oob_tcp_dynamic_ipv4_ports 40000 --mca btl_tcp_port_min_v4 40001 "
+            "--mca btl_tcp_port_range_v4 100 --prtemca oob_tcp_dynamic_ipv6_ports 40000 "
+            "--mca btl_tcp_port_min_v6 40001 --mca btl_tcp_port_range_v6 100 python -u train.py",
+            id="ports",
+        ),
         pytest.param(
             replace(SPEC, hosts=HOSTS, network="10.0.0.0/24"),
             "/mpi5/mpirun -np 2 --host a:2,b:2 --bind-to none --mca btl_tcp_if_include 10.0.0.0/24 "
@@ -200,6 +208,9 @@ def test_settings_for_what_hydra_has_no_flags_for() -> None:
     }
     assert launcher_settings(mpich, {}) == network
     assert "UCX_TLS" not in launcher_settings(mpich, {"UCX_TLS": "all"})
+    ports = launcher_settings(replace(SPEC, mpirun=MPICH, ports=range(40_000, 40_101)), {})
+    assert ports["MPIEXEC_PORT_RANGE"] == ports["MPIR_CVAR_CH3_PORT_RANGE"] == "40000:40100"
+    assert (ports["FI_TCP_PORT_LOW_RANGE"], ports["FI_TCP_PORT_HIGH_RANGE"]) == ("40000", "40100")
     in_slurm = launcher_settings(replace(SPEC, mpirun=MPICH, allocated=True), {"SLURM_MPI_TYPE": "pmix"})
     assert in_slurm == {"SLURM_MPI_TYPE": "none"}
 

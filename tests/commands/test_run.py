@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import shutil
 import signal
 import socket
@@ -72,6 +74,47 @@ def test_exit_codes(ending: str, code: int, tmp_path: Path) -> None:
     waits = "" if ending.startswith("sys") else "\ntime.sleep(60)"
     result = hvpipe_run(tmp_path, WORLD + ending + waits, "-np", "2", limit_s=30.0)
     assert result.returncode == code, result.describe()
+
+
+# Prints the ports at which this rank and the launcher listen, except on loopback.
+LISTENING = """
+import glob, os, hvpipe
+from hvpipe.comm import tcp
+make, shown = tcp.Setup, []
+def listening(process):
+    own = {os.readlink(path)[8:-1] for path in glob.glob(f"/proc/{process}/fd/*") if os.path.islink(path)}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+    where = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in own]
+    return [int(port, 16) for address, port in where if address != "0100007F"]
+def setup(*arguments):
+    shown.extend(listening(os.getpid()))
+    return make(*arguments)
+tcp.Setup = setup
+hvpipe.init()
+after = [port for port in listening(os.getpid()) if port not in shown]
+closed = [port for port in shown if port not in listening(os.getpid())]
+print("ports", hvpipe.rank(), sorted({*shown, *after, *listening(os.getppid())}), len(closed), flush=True)
+"""
+
+
+def test_all_listen_at_the_ports_that_are_given(tmp_path: Path) -> None:
+    """hvpipe's own listener closes when all ranks are connected."""
+    first = random.randrange(20_000, 32_000)
+    options = ("-np", "2", "--ports", f"{first}-{first + 19}", "--no-summary")
+    over_tcp = f"import os; os.environ['HVPIPE_BACKEND'] = 'tcp'\n{LISTENING}"
+    result = hvpipe_run(tmp_path, over_tcp, *options, "--launcher-args", "--mca btl tcp,self --mca pml ob1")
+    assert result.returncode == 0, result.describe()
+    found = re.findall(r"^ports \d \[([\d, ]+)\] (\d)$", result.output, re.MULTILINE)
+    assert len(found) == 2, result.describe()
+    for listed, closed in found:
+        ports = [int(port) for port in listed.split(", ")]
+        assert len(ports) == 3, result.describe()  # of hvpipe, MPI and its launcher
+        assert all(first <= port < first + 20 for port in ports), result.describe()
+        assert closed == "1", result.describe()
+    result = hvpipe_run(tmp_path, WORLD, "-np", "2", "--ports", "40000")
+    assert "--ports should be a range of ports from 1 to 65535" in result.output
+    result = hvpipe_run(tmp_path, WORLD, "-np", "2", "--ports", "40000-40001")
+    assert "a port for the launcher and two for each rank of a host" in result.output
 
 
 def test_an_import_error_before_hvpipe_ends_all_ranks(tmp_path: Path) -> None:

@@ -131,7 +131,8 @@ def collected(receiver: StatusReceiver, count: int) -> list[RankStatus]:
 
 def test_datagrams_reach_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_datagrams, "interface_addresses", lambda: [("127.0.0.1", "255.0.0.0")])
-    receiver = StatusReceiver()
+    receiver = StatusReceiver(range(21_000, 21_100))
+    assert 21_000 <= receiver.address.port < 21_100
     stranger = StatusSender(replace(receiver.address, token="guessed"))
     stranger.send(replace(NOW, rank=5))
     sender = StatusSender(receiver.address)
