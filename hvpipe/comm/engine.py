@@ -299,7 +299,7 @@ class Engine:
         Args:
             what: Names the meeting point.
             limit_s: The longest wait, in seconds, instead of the engine's time limit.
-            shown: What messages call this rank's part; `what` if not given.
+            shown: What errors of other ranks say that this one is at; `what` if not given.
         """
         if self.core is None:
             return
@@ -332,7 +332,7 @@ class Engine:
         return int(self.core.requests())
 
     def allgather_object(self, value: Any, what: str = "allgather_object") -> list[Any]:
-        """Return the values of all ranks, in rank order (pickled). `what` says in errors what the user did."""
+        """Return the values of all ranks, in rank order (pickled). `what` tells in errors what for."""
         self.agree(what)
         return self.world.allgather_object(value)
 

@@ -124,7 +124,7 @@ def abort_sign(folder: Path) -> Path:
 
 
 def tell_error(folder: Path, rank: int, text: str, more: str) -> bool:
-    """Tell `hvpipe run` the error for which this rank ends all ranks, and its traceback; return whether it worked."""
+    """Tell `hvpipe run` the error for which this rank ends all ranks; return whether it worked."""
     with contextlib.suppress(OSError):
         (folder / f"traceback-{rank}").write_text(more, errors="backslashreplace")
         (folder / f"error-{rank}").write_text(text, errors="backslashreplace")
@@ -146,11 +146,11 @@ def launcher_prints(folder: Path) -> bool:
 
 def told_by_rank(folder: Path) -> dict[int, tuple[str, str]]:
     """Return the error, in a line, and the traceback of each rank of this host that has told them."""
-    ranks = sorted(int(path.name.partition("-")[2]) for path in folder.glob("error-*"))
-    return {
-        rank: ((folder / f"error-{rank}").read_text(), (folder / f"traceback-{rank}").read_text())
-        for rank in ranks
-    }
+    found = {}
+    for rank in sorted(int(path.name.partition("-")[2]) for path in folder.glob("error-*")):
+        line, more = (folder / f"error-{rank}").read_text(), folder / f"traceback-{rank}"
+        found[rank] = line, more.read_text() if more.exists() else f"{line}\n"
+    return found
 
 
 def errors(folder: Path) -> list[str]:

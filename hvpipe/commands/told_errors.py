@@ -11,22 +11,26 @@ from hvpipe.blackbox.story import LOST_A_PEER
 from hvpipe.comm.job_folder import told_by_rank
 
 # A frame of a traceback, with its line of code and the marks below. TensorFlow puts empty lines between frames.
-_FRAME = re.compile(r'^  File "(?P<path>[^"]*)", line \d+, in .*\n(?:    .*\n)*(?:[ \t]*\n(?=  File "))?', re.M)
-_INSTALLED = re.compile(r"/(?:site|dist)-packages/(\w+)|/lib/python3\.\d+/|/(hvpipe)/(?:\w+/)*\w+\.py$|^<frozen")
+_FRAME = re.compile(
+    r'^  File "(?P<path>[^"]*)", line \d+, in .*\n(?:    .*\n)*(?:[ \t]*\n(?=  File "))?', re.M
+)
+_INSTALLED = re.compile(
+    r"/(?:site|dist)-packages/(\w+)|/lib/python3\.\d+/|/(hvpipe)/(?:\w+/)*\w+\.py$|^<frozen"
+)
 # TensorFlow says where an operation was made, but has forgotten it.
 _NOWHERE = re.compile(r"^Detected at node .*\n(?:<stack traces unavailable>\n)?|^\t \[\[.*\n", re.M)
 
 
-def print_told(folder: Path) -> bool:
-    """Print what ranks of this host have told; return whether any has."""
+def print_told(folder: Path, verdict: str) -> bool:
+    """Print what ranks of this host have told, unless the verdict says it; return whether any has told."""
     told = told_by_rank(folder)
-    if told:
-        print(merged(told), end="", file=sys.stderr, flush=True)
+    news = {rank: (line, text) for rank, (line, text) in told.items() if not verdict or "\n  " in text}
+    print(merged(news), end="", file=sys.stderr, flush=True)
     return bool(told)
 
 
 def merged(told: Mapping[int, tuple[str, str]]) -> str:
-    """Return equal tracebacks once. Errors that only follow from the loss of another rank come first, in a line.
+    """Return equal tracebacks once. Errors that follow from the loss of another rank come first, in a line.
 
     Args:
         told: The error in a line and its traceback, by rank.
