@@ -6,6 +6,7 @@ import argparse
 import errno
 import io
 import os
+import pwd
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: sys.argv), and return the exit code."""
     code = 0
     _open_closed_streams()
+    os.environ.setdefault("HOME", _home())
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model's name may have letters that a terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -97,7 +99,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Give /dev/null to streams that the caller has closed. Another file would get their number, and the text."""
+    """Give /dev/null to streams that the caller has closed. Another file would get their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -106,6 +108,14 @@ def _open_closed_streams() -> None:
                 os.close(opened)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _home() -> str:
+    """Return the user's home, which a service may not have set. Open MPI does not run without HOME."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return "/"
 
 
 def _flush_output() -> None:

@@ -441,7 +441,7 @@ def shutdown() -> None:
 
 def _leave_at_exit() -> None:
     call = exit_call()
-    _leave("the end of its script" if call is None else call.text, at_exit=True)
+    _leave("the end of its script, or SystemExit" if call is None else call.text, at_exit=True)
 
 
 def _leave(by: str, at_exit: bool = False) -> None:
@@ -473,9 +473,8 @@ def _leave_alone(session: Session, error: MismatchError) -> None:
     """End all ranks with the exit code of this one, whose program has ended while others still need it."""
     call = exit_call()
     _, _, places = str(error).partition("Received: ")
-    why = (
-        f"{'EarlyEnd' if call is None else 'SystemExit'}: this rank left while others still need it. {places}"
-    )
+    kind = "EarlyEnd" if call is None else "SystemExit"
+    why = f"{kind}: this rank left while others still need it. {places}"
     tell_end_of_rank(session.world, why.removesuffix("."), f"{why}\n")
     if call is not None or not session.world.leaves_unfinalised():
         session.world.abort(1 if call is None else call.code or 1)

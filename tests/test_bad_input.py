@@ -133,14 +133,27 @@ def test_a_rank_that_skips_a_step(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_leaves_with_an_exit_code(tmp_path: Path) -> None:
+    """Regression: the code was lost, and the error named what hvpipe does at the end."""
     script = "say_when()\nif rank == 1: sys.exit(3)\nfinish(begin(2))"
-    says = r"(?s)The ranks disagree about what comes next.*shutdown"
-    fails(tmp_path, INIT + STEP + script, says)
+    where = r"Rank 1 is at: sys.exit\(3\) in case.py, line \d+. Rank 0 is at: training"
+    says = f"(?s)rank 1 of 2 .*SystemExit: .*{where}"
+    assert fails(tmp_path, INIT + STEP + script, says).returncode == 3
 
 
-def test_a_rank_that_leaves_while_the_others_wait_in_shared_memory(tmp_path: Path) -> None:
-    script = "if rank == 1: sys.exit(3)\nhvpipe.allreduce(np.ones(9))"
-    fails(tmp_path, INIT + script, r"(?s)Error: (Waited 2 s|The ranks disagree)", HVPIPE_TIMEOUT="2")
+@pytest.mark.parametrize(
+    ("leave", "where", "code"),
+    [
+        ("sys.exit('no data')", r"sys.exit\('no data'\) in case.py", 1),
+        ("raise SystemExit(4)", "the end of its script, or SystemExit", 4),
+        ("sys.exit(0)", r"sys.exit\(0\) in case.py", 1),
+    ],
+)
+def test_a_rank_that_leaves_while_the_others_wait_in_shared_memory(
+    leave: str, where: str, code: int, tmp_path: Path
+) -> None:
+    script = f"if rank == 1: {leave}\nhvpipe.allreduce(np.ones(9))"
+    says = rf"rank 1 of 3 .*\n.*this rank left while others still need it. Rank 1 is at: {where}"
+    assert fails(tmp_path, INIT + script, says, size=3).returncode == code
 
 
 def test_a_rank_that_never_comes_to_shutdown(tmp_path: Path) -> None:

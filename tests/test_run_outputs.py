@@ -29,7 +29,7 @@ class FakeEngine:
     def take_events() -> list[tuple[str, str, float, float]]:
         return [("pack", "b", 10.25, 10.5)]
 
-    def gather_object(self, mine: Any) -> list[Any]:
+    def gather_object(self, mine: Any, what: str) -> list[Any]:
         self.gathered = mine
         return [mine]
 
@@ -113,7 +113,7 @@ def test_a_trace_that_lacks_events_says_so(
 def test_a_note_of_several_ranks_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = session(utilization=tmp_path / "util.csv")
     made.sampler.notes = lambda: ["no GPU figures: no driver", "no GPU figures: no driver"]
-    made.engine.gather_object = lambda mine: [
+    made.engine.gather_object = lambda mine, what: [
         mine,
         replace(mine, notes=["no GPU figures: no driver", "more"]),
     ]

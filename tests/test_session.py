@@ -187,7 +187,7 @@ def test_a_loss_in_shutdown_that_the_watch_tells_of_later(
     session = Session.__new__(Session)
     world = LosingWorld(2)
 
-    def close() -> None:
+    def close(by: str) -> None:
         threading.Timer(0.1, lambda: vars(session).update(lost="rank 1 of 2 was lost")).start()
         raise PeerError("a rank is lost")
 

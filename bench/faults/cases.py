@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from bench.faults.jobs import Ended, Trial, run_to_end
 from bench.launch.processes import end_left_behind
 
 PHASES = ("pack", "reduce", "update", "flush", "checkpoint")
+_BEFORE_THE_END = ("pack", "reduce", "update", "checkpoint")  # at the end all ranks may exit
 DEADLINE_S = 4.0
 LIMIT_S = 90.0  # longer is a hang
 PROMISED_S = 10.0  # after the deadline, or after the fault if that needs no deadline
@@ -64,11 +65,18 @@ def cases() -> dict[str, Fault]:
         "kill": Fault("SIGKILL of a rank", ends, partial(_ends, "kill", "killed", 0.0)),
         "stop": Fault("SIGSTOP of a rank", ends, partial(_ends, "stop", "stopped", DEADLINE_S)),
         "raise": Fault("an exception on a rank", ends, partial(_ends, "raise", "ValueError: injected", 0.0)),
+        "exit": Fault("sys.exit(3) on a rank", f"{ends}; its code is 3", _exit, _BEFORE_THE_END),
         "crash": Fault("SIGSEGV of a rank", ends, partial(_ends, "crash", "SIGSEGV", 0.0)),
         "memory": Fault("out of memory (cgroup)", ends, _out_of_memory, missing=group),
         "slow": Fault("a rank that is late by 2 s", goes_on, _slow, later),
         "clock": Fault("the clock jumps by an hour, forward or back", goes_on, _clock_jump, missing=no_cc),
         "disk": Fault("full disk (tmpfs) under the checkpoints", goes_on, _full_disk, ("checkpoint",), root),
+        "part": Fault(
+            "the checkpoint's disk full on one rank",
+            f"{goes_on}; the next checkpoint is complete",
+            _full_for_one_rank,
+            ("checkpoint",),
+        ),
         "blip": Fault("a link down for 2 s", goes_on, partial(_link, 2.0), later, root),
         "silent": Fault("40 silent connections of strangers at the start", goes_on, _silent, ("start",)),
         "link": Fault("a link down for good", ends, partial(_link, None), PHASES[:4], root),
@@ -186,6 +194,29 @@ def _ends(fault: str, says: str, deadline_s: float, phase: str, chance: random.R
         ended = _run(_hvpipe_run(ranks, folder, "--fault", fault, *where))
         name = f"Rank {victim} " if fault != "raise" else f"rank {victim} of {ranks}"
         return _judge_end(ended, folder, deadline_s, (name, says))
+
+
+def _exit(phase: str, chance: random.Random) -> Trial:
+    where, victim = _place(phase, chance, 4)
+    with _folder() as folder:
+        ended = _run(_hvpipe_run(4, folder, "--fault", "exit", *where))
+        trial = _judge_end(ended, folder, 0.0, (f"Rank {victim} ", "sys.exit(3) in worker.py"))
+        other = _problem((ended.code != 3, f"its code is {ended.code}"))
+        return replace(trial, problem=trial.problem or other)
+
+
+def _full_for_one_rank(phase: str, chance: random.Random) -> Trial:
+    """One rank may write nothing for two checkpoints (RLIMIT_FSIZE). Rank 0 must not wait for its part."""
+    with _folder() as folder:
+        place = ("--phase", phase, "--victim", chance.randrange(2), "--at", chance.randrange(1, 7))
+        ended = _run(_hvpipe_run(2, folder, "--fault", "part", *place))
+        trial = _judge_going_on(ended, folder, 2, "File too large")
+        last = list((folder / "checkpoints").glob("0000000012-*/manifest.json"))
+        more = _problem(
+            ("HVPIPE_TIMEOUT" in ended.output, "rank 0 waited for the part"),
+            (not last, "the last checkpoint is not complete"),
+        )
+        return replace(trial, problem=trial.problem or more)
 
 
 def _out_of_memory(phase: str, chance: random.Random) -> Trial:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import resource
 import signal
 import struct
 import sys
@@ -38,9 +39,12 @@ class Breaker:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
+        self._limited_until: int | None = None
 
     def reach(self, phase: str, step: int) -> None:
         wanted = self._options
+        if self._limited_until is not None and step >= self._limited_until:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         if hvpipe.rank() != wanted.victim or phase != wanted.phase or step < wanted.at or not wanted.fault:
             return
         fault, wanted.fault = wanted.fault, ""
@@ -49,6 +53,11 @@ class Breaker:
             os.kill(os.getpid(), _SIGNALS[fault])  # a stopped rank may go on
         elif fault == "raise":
             raise ValueError("injected")
+        elif fault == "exit":
+            sys.exit(3)
+        elif fault == "part":
+            self._limited_until = step + 2 * EVERY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         elif fault == "slow":
             time.sleep(2.0)
         elif fault == "memory":
@@ -89,6 +98,7 @@ class Job:
             if (step + 1) % EVERY == 0:
                 self._save(step + 1, run)
             time.sleep(self._options.pause)
+        self._wait_for_parts()
         self._writer.wait()
         self._breaker.reach("flush", self._options.steps)
         hvpipe.shutdown()
@@ -113,8 +123,13 @@ class Job:
     def _save(self, step: int, run: str) -> None:
         values = {f"weights/{i}": one.copy() for i, one in enumerate(self._weights)}
         manifest = Manifest(run, "data_parallel", Position(step, 0, step), {}, ())
+        self._wait_for_parts()
         self._writer.start(Snapshot(values if hvpipe.rank() == 0 else {}, manifest))
         self._breaker.reach("checkpoint", step)
+
+    def _wait_for_parts(self) -> None:
+        self._writer.wait_for_part()
+        self._writer.share_failure(self._engine.allgather_object)
 
     def _resume(self) -> int:
         found = newest_usable(self._folder, _Ranks(self._engine))

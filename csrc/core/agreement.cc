@@ -3,10 +3,11 @@
 
 namespace hvpipe {
 
-void Agreement::AddStage(Operation& operation, double samples, std::uint64_t signature) {
+void Agreement::AddStage(Operation& operation, double samples, std::uint64_t signature,
+                         const std::string& shown) {
   operation.AddStage(
       [=](const Operation& op) {
-        Record record = MakeRecord(signature, op.sequence(), samples, op.what);
+        Record record = MakeRecord(signature, op.sequence(), samples, shown.empty() ? op.what : shown);
         record.requests = own_requests_;
         return network_.MakeExchange(record);
       },

@@ -24,7 +24,7 @@ class Agreement {
   Agreement& operator=(const Agreement&) = delete;
 
   // Make a control exchange the first stage of `operation`. `signature` must be equal on all ranks.
-  void AddStage(Operation& operation, double samples, std::uint64_t signature);
+  void AddStage(Operation& operation, double samples, std::uint64_t signature, const std::string& shown = "");
   // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
   // differ.
   const RecordExchange& Checked(const Operation& operation);

@@ -138,10 +138,10 @@ std::vector<double> BlockingCalls::Agree(const std::string& what, double samples
   if (size == 1) return {samples};
   const Turns::Turn turn = TakeTurn(interrupt);
   auto operation = std::make_shared<Operation>();
-  operation->what = patience.shown.empty() ? what : patience.shown;
+  operation->what = what;
   operation->priority = kControlPriority;
   operation->limit_s = patience.limit_s;
-  agreement_.AddStage(*operation, samples, Hash(what));
+  agreement_.AddStage(*operation, samples, Hash(what), patience.shown);
   std::vector<double> all;
   operation->check = [this, size, &all](Operation& done) {
     const RecordExchange& exchange = agreement_.Checked(done);
@@ -151,7 +151,7 @@ std::vector<double> BlockingCalls::Agree(const std::string& what, double samples
   bool told = !patience.late;
   const auto watched = [&] {
     interrupt();
-    if (what == kLeaving && Now() - start_s > kPatienceS) CheckNobodyWaits(operation->what);
+    if (what == kLeaving && Now() - start_s > kPatienceS) CheckNobodyWaits(patience.shown);
     if (told || Now() - start_s < patience.late_s) return;
     told = true;
     std::optional<int> missing;

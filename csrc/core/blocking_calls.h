@@ -23,7 +23,7 @@ struct Patience {
   // Called once, after `late_s` seconds, with the next rank if nothing has come from it.
   std::function<void(int rank)> late;
   double late_s = 0;
-  std::string shown;  // what messages call this rank's part, which may differ from rank to rank; empty: `what`
+  std::string shown;  // what the errors of other ranks say that this one is at; empty: `what`
 };
 
 // Each call first checks that all ranks make the same call, and runs on the calling thread.

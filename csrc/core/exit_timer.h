@@ -12,8 +12,8 @@ namespace hvpipe {
 // 1, without the handlers of exit, which would call MPI. By the sign, `hvpipe run` ends the other ranks.
 [[noreturn]] void EndProcess(const std::string& message, const std::string& sign);
 
-// Let this process end with its own exit code, or with 1 instead of 0, before handlers of exit that call MPI. Only
-// C learns the code of a program that raises SystemExit. The launcher then ends the other ranks.
+// Let this process end with its own exit code, or with 1 instead of 0, before handlers of exit that call MPI.
+// Only C learns the code of a program that raises SystemExit. The launcher then ends the other ranks.
 void FailAtExit();
 
 // MPI_Init, MPI_Comm_dup, MPI_Finalize and their like wait for other ranks, and know no time limit.

@@ -44,7 +44,7 @@ class FlightRecorder {
   FlightRecorder& operator=(const FlightRecorder&) = delete;
 
   void SetRank(int rank, int size);
-  // `sequence`: of the operation, or the step. A step is also counted, at once, because the process may end now.
+  // `sequence`: of the operation, or the step. A step is counted at once, because the process may end now.
   void Add(Flight kind, std::string_view what, std::uint64_t sequence, double at_s = Now());
   // Whether to record from now on.
   void Record(bool on) { records_.store(on, std::memory_order_relaxed); }

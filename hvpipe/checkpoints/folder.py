@@ -19,7 +19,9 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +42,8 @@ from hvpipe.log import logger
 from hvpipe.own_folder import check_own, is_own, user_name, user_on
 
 _DAMAGED = ".damaged"
+_LOCK = ".lock"
+_ENDING_S, _LOST_HOST_S = 5.0, 120.0
 _locks: dict[Path, int] = {}  # open files of locks that this process holds
 _NAME = re.compile(r"(\d{10})-([0-9a-f]{6})")
 
@@ -169,7 +173,7 @@ def claim(folder: Path) -> str:
         "locked"; "held" if this process has locked it before; "taken" if another process has; or "unknown" if
         there are no locks here.
     """
-    lock = folder.resolve() / ".lock"
+    lock = folder.resolve() / _LOCK
     if lock in _locks and os.fstat(_locks[lock]).st_nlink > 0:  # the folder may have been made anew
         return "held"
     try:
@@ -182,7 +186,44 @@ def claim(folder: Path) -> str:
         os.close(file)
         return "taken" if isinstance(error, BlockingIOError) else "unknown"
     _locks[lock] = file
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
     return "locked"
+
+
+def holder(folder: Path) -> tuple[str, str]:
+    """Return the host and the process that have locked a folder; empty if the lock does not say it."""
+    with contextlib.suppress(OSError, ValueError):
+        host, process = (folder / _LOCK).read_text()[:300].split()
+        return host, process
+    return "", ""
+
+
+def claim_or_refuse(folder: Path) -> str:
+    """Lock a folder as `claim` does, and raise HvpipeError if another job has locked it.
+
+    The processes of a job that was killed may take some seconds to end, and a file server notices after a
+    minute or two that a host is lost.
+    """
+    began_s, told = time.monotonic(), False
+    while (found := claim(folder)) == "taken":
+        host, process = holder(folder)
+        limit_s = _ENDING_S if host in ("", socket.gethostname()) else _LOST_HOST_S
+        who = f"process {process} on {host}" if host else "another process"
+        if time.monotonic() - began_s > limit_s:
+            raise HvpipeError(
+                "A folder of checkpoints belongs to one job at a time, since each would resume from the other's: "
+                f"end the other job, or use another folder. Received: {str(folder)!r}, where {who} "
+                "writes checkpoints"
+            )
+        if not told:
+            logger.warning(
+                "hvpipe: %s writes checkpoints to %s. Waiting %g s for its end.", who, folder, limit_s
+            )
+        told = True
+        time.sleep(0.1)
+    return found
 
 
 def _forget_locks() -> None:

@@ -102,8 +102,8 @@ class Writer:
         """Let rank 0 wait no longer for a part that another rank could not write; collective.
 
         Args:
-            gather: Returns what each rank gives it, in rank order. It goes by the ranks' own connection: their
-                disk may be full.
+            gather: Returns what each rank gives it, in rank order. It goes by the ranks' own connection, as
+                their disk may be full.
         """
         causes = gather(self._failure)
         failed = next(((rank, cause) for rank, cause in enumerate(causes) if rank > 0 and cause), None)

@@ -300,7 +300,7 @@ class Engine:
         Args:
             what: Names the meeting point.
             limit_s: The longest wait, in seconds, instead of the engine's time limit.
-            shown: What messages call this rank's part; `what` if not given.
+            shown: What errors of other ranks say that this one is at; `what` if not given.
         """
         if self.core is None:
             return

@@ -154,7 +154,7 @@ def told_by_rank(folder: Path) -> dict[int, tuple[str, str]]:
         told = [read_own(folder / f"{kind}-{number}", _MOST_BYTES) for kind in ("error", "traceback")]
         if number.isdigit() and told[0] is not None:
             error, traceback = ((text or b"").decode(errors="replace") for text in told)
-            found[int(number)] = error, traceback
+            found[int(number)] = error, traceback or f"{error}\n"
     return dict(sorted(found.items()))
 
 

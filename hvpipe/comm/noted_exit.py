@@ -33,9 +33,8 @@ class _NotedExit(SystemExit):
 
     def __del__(self) -> None:
         global _call
-        with contextlib.suppress(
-            ValueError, AttributeError
-        ):  # an uncaught one is freed when no frame is left
+        # An uncaught one is freed when no frame is left.
+        with contextlib.suppress(ValueError, AttributeError):
             sys._getframe(1)
             _call = None
 

@@ -1,4 +1,4 @@
-"""Keeps back what Open MPI's launcher prints around a rank's failure, because `hvpipe run` says what happened."""
+"""Keeps back what Open MPI's launcher prints around a failure, because `hvpipe run` says what happened."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ import subprocess
 import threading
 
 _RULE = b"-" * 74
+_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 _MOST_LINES = 12  # of a block that is known
 _READ_BYTES = 1 << 16
 _PAUSE_S = 0.3
 _BY = r"(?:prterun|mpirun|mpiexec)"
 # Each as one line. A block that differs in a word is printed.
 _KNOWN = re.compile(
-    r"MPI_ABORT was invoked on rank \d+ in communicator \S+(?: Proc: \[\S+\])?(?: Errorcode:| with errorcode) -?\d+\.? "
-    r"NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes\. You may or may not see output from "
-    r"other processes, depending on exactly when Open MPI kills them\."
-    rf'|{_BY} has exited due to process rank \d+ with PID \d+ on node \S+ calling "abort"\. This may have caused '
-    rf"other processes in the application to be terminated by signals sent by {_BY} \(as reported here\)\."
+    r"MPI_ABORT was invoked on rank \d+ in communicator \S+(?: Proc: \[\S+\])?"
+    r"(?: Errorcode:| with errorcode) -?\d+\.? "
+    r"NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes\. You may or may not see output "
+    r"from other processes, depending on exactly when Open MPI kills them\."
+    rf'|{_BY} has exited due to process rank \d+ with PID \d+ on node \S+ calling "abort"\. This may have '
+    rf"caused other processes in the application to be terminated by signals sent by {_BY} "
+    r"\(as reported here\)\."
     rf"|{_BY} noticed that process rank \d+ with PID \d+ on node \S+ exited on signal \d+ \([\w ]+\)\."
     rf"|{_BY} detected that one or more processes exited with non-zero status, thus causing the job to be "
     r"terminated\. The first process to do so was: Process name: \[\S+\] Exit code: \d+"
-    r"|Primary job terminated normally, but \d+ process returned a non-zero exit code\. Per user-direction, the job "
-    r"has been aborted\."
+    r"|Primary job terminated normally, but \d+ process returned a non-zero exit code\. Per user-direction, "
+    r"the job has been aborted\."
 )
 
 
@@ -37,12 +40,16 @@ class NoiseFilter:
         """The blocks that were not passed on."""
         self._block: list[bytes] = []  # lines of a block that may be known
         self._line = b""  # the begin of a line that may be a rule
+        self._after_block = False  # Open MPI prints a NUL there
 
     def feed(self, data: bytes) -> bytes:
         """Return what to print now."""
         passed = b""
-        for line in (self._line + data).splitlines(keepends=True):
+        for line in _LINE.findall(self._line + data):
             self._line = b""
+            if self._after_block:
+                line = line.lstrip(b"\0")
+                self._after_block = not line
             if not line.endswith(b"\n"):
                 if self._block or _RULE.startswith(line.lstrip(b"\0")):
                     self._line = line
@@ -61,11 +68,6 @@ class NoiseFilter:
         held, self._block, self._line = b"".join(self._block) + self._line, [], b""
         return held
 
-    @property
-    def holds(self) -> bool:
-        """Whether `release` would return something."""
-        return bool(self._block or self._line)
-
     def _within(self, line: bytes) -> bytes:
         self._block.append(line)
         if line.rstrip() != _RULE:
@@ -74,6 +76,7 @@ class NoiseFilter:
         if not _KNOWN.fullmatch(text):
             return self.release()
         self.kept += self.release()
+        self._after_block = True
         return b""
 
 

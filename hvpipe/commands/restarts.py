@@ -96,11 +96,11 @@ class Restarting:
                 if outcome.code == 0 and not ended and self._lacks_an_end(folder):
                     outcome = replace(outcome, code=1)
                     print(_NO_END, file=sys.stderr, flush=True)
-                told = not (self._verbose or self._writes_files) and print_told(folder)
+                verdict = ""
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
-                    told = self._say_what_happened(folder, earlier, outcome.code) or told
-                if not told:
-                    print(outcome.kept, end="", file=sys.stderr, flush=True)
+                    verdict = self._what_happened(folder, earlier, outcome.code)
+                told = not (self._verbose or self._writes_files) and print_told(folder, verdict)
+                print(verdict if verdict or told else outcome.kept, end="", file=sys.stderr, flush=True)
                 why_not = self._why_not_again(outcome, folder, failed_before, left)
                 checkpoint = last_checkpoint(folder)
                 wanted = join.wanted(folder)
@@ -185,8 +185,8 @@ class Restarting:
         """Return the folders of the starts in the folder of --flight-recorder."""
         return set(Path(self._flight_folder).glob("*")) if self._flight_folder else set()
 
-    def _say_what_happened(self, folder: Path, earlier: set[Path], code: int) -> bool:
-        """Print what the recorders of this host's ranks say, if any of them ended badly; return whether one did."""
+    def _what_happened(self, folder: Path, earlier: set[Path], code: int) -> str:
+        """Return what the recorders of this host's ranks say, in a line; "" if none of them ended badly."""
         kept = self._flight_folder
         new = self._records() - earlier if kept else set(folder.glob("flight*"))
         try:
@@ -194,13 +194,12 @@ class Restarting:
             newest = next(iter(story.newest_first(new)), None)
             flights = story.read_records(newest).flights if newest else ()
         except (HvpipeError, OSError):
-            return False
+            return ""
         if not flights:
-            return False
+            return ""
         more = f" More: hvpipe blackbox {kept}" if kept else ""
         verdict = story.verdict(flights, code if self._knows_codes else None)
-        print(f"hvpipe run: {verdict}{more}", file=sys.stderr, flush=True)
-        return True
+        return f"hvpipe run: {verdict}{more}\n"
 
 
 def _tell_loss(loss: Loss, checkpoint: str | None) -> None:

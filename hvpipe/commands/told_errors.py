@@ -21,16 +21,16 @@ _INSTALLED = re.compile(
 _NOWHERE = re.compile(r"^Detected at node .*\n(?:<stack traces unavailable>\n)?|^\t \[\[.*\n", re.M)
 
 
-def print_told(folder: Path) -> bool:
-    """Print what ranks of this host have told; return whether any has."""
+def print_told(folder: Path, verdict: str) -> bool:
+    """Print what ranks of this host have told, unless the verdict says it; return whether any has told."""
     told = told_by_rank(folder)
-    if told:
-        print(merged(told), end="", file=sys.stderr, flush=True)
+    news = {rank: (line, text) for rank, (line, text) in told.items() if not verdict or "\n  " in text}
+    print(merged(news), end="", file=sys.stderr, flush=True)
     return bool(told)
 
 
 def merged(told: Mapping[int, tuple[str, str]]) -> str:
-    """Return equal tracebacks once. Errors that only follow from the loss of another rank come first, in a line.
+    """Return equal tracebacks once. Errors that follow from the loss of another rank come first, in a line.
 
     Args:
         told: The error in a line and its traceback, by rank.

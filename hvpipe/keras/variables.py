@@ -100,9 +100,8 @@ def _nbytes(variable: Any) -> int:
 def check_same_variables(session: Session, variables: Sequence[Any]) -> None:
     """Raise MismatchError, on every rank, unless all ranks have variables of the same shapes and dtypes."""
     mine = [(name_of(v), tuple(v.shape), str(getattr(v.dtype, "name", v.dtype))) for v in variables]
-    everyone: list[list[tuple[Any, ...]]] = session.engine.allgather_object(
-        mine, "comparing the model's variables"
-    )
+    what = "comparing the model's variables"
+    everyone: list[list[tuple[Any, ...]]] = session.engine.allgather_object(mine, what)
     for rank, theirs in enumerate(everyone):
         if [row[1:] for row in theirs] == [row[1:] for row in everyone[0]]:
             continue

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +200,37 @@ def test_rank_0_does_not_wait_for_a_lost_rank(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 2
 
 
+def test_rank_0_does_not_wait_for_a_part_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it waited for its time limit, if the other rank could not even write that it had failed."""
+    asked: list[int] = []
+    writers = [
+        Writer(WriterOptions(tmp_path, rank, 2, on_failure=lambda: asked.append(1))) for rank in range(2)
+    ]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writers[0].start(snapshot(1, 0))
+    writers[0].wait_for_part()
+    monkeypatch.setattr("hvpipe.checkpoints.writer.write_file", full)
+    monkeypatch.setattr(folders, "announce_part", full)
+    writers[1].start(snapshot(1, 1))
+    cause = writers[1].wait()
+    assert cause is not None
+    assert "No space left on device" in cause
+    assert str(tmp_path) in cause  # which disk
+    assert asked == [1]
+    writers[0].share_failure(lambda mine: [mine, cause])
+    assert str(writers[0].wait()) == f"rank 1: {cause}"
+    monkeypatch.undo()
+    for writer in writers[::-1]:
+        writer.start(snapshot(2, writer._options.rank))
+    assert [writer.wait() for writer in writers] == [None, None]
+    assert newest_step(tmp_path) == 2
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HvpipeError, match="needs a folder that can be written"):
@@ -214,6 +248,18 @@ def test_two_processes_in_one_folder(tmp_path: Path) -> None:
     assert another() == "locked\n"  # and its lock has ended with it
     assert [folders.claim(tmp_path), folders.claim(tmp_path)] == ["locked", "held"]
     assert another() == "taken\n"
+    assert folders.holder(tmp_path) == (socket.gethostname(), str(os.getpid()))
+
+
+def test_a_second_job_in_one_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it was only warned, and one of them lost its work. A job that ends refuses nobody."""
+    monkeypatch.setattr(folders, "_ENDING_S", 0.2)
+    monkeypatch.setattr(folders, "claim", lambda folder: "taken")
+    (tmp_path / ".lock").write_text(f"{socket.gethostname()} 4242")
+    with pytest.raises(HvpipeError, match=rf"process 4242 on {socket.gethostname()} writes checkpoints"):
+        folders.claim_or_refuse(tmp_path)
+    monkeypatch.setattr(folders, "claim", lambda folder, found=iter(["taken", "locked"]): next(found))
+    assert folders.claim_or_refuse(tmp_path) == "locked"
 
 
 def test_an_error_of_any_kind_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,13 +269,7 @@ class CheckpointedFit:
             claimed = ""
             if session.world.rank == 0:
                 folders.check_folder(folder)
-                claimed = folders.claim(folder)
-                if claimed == "taken":
-                    logger.warning(
-                        "hvpipe: another job writes checkpoints to %s. Each would go on from the other's: "
-                        "end one of them, or give it a folder of its own.",
-                        folder,
-                    )
+                claimed = folders.claim_or_refuse(folder)
                 (folder / probe).touch(exist_ok=False)
             return claimed == "locked"
 
@@ -295,7 +289,7 @@ class CheckpointedFit:
             mine.unlink()
 
         what = f"opening the checkpoints in {folder}"
-        newly_locked = on_all_ranks(session, what, make)
+        newly_locked = on_all_ranks(session, what, make, patiently=True)  # it may wait for another job's end
         try:
             on_all_ranks(session, what, see)
         finally:

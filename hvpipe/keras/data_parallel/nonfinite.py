@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, listed
 from hvpipe.keras.compat import gradient_accumulators, is_last_micro_step, step_count, trained_variables
 from hvpipe.keras.variables import name_of, native
 from hvpipe.session import Session
@@ -55,13 +55,14 @@ class SkippedSteps:
         self._policy = policy
         self._skipped = 0
 
-    def tell(self, names: Sequence[str], step: int, rank: int) -> None:
-        """Tell of a step. All ranks call this, with the same `names` and `step`.
+    def tell(self, names: Sequence[str], step: int, rank: int, ranks: Sequence[int] = ()) -> None:
+        """Tell of a step. All ranks call this, with the same arguments but `rank`.
 
         Args:
             names: The variables whose gradients were not finite.
             step: The number of the step, from 1; with steps_per_execution, the last one of that call.
             rank: This rank.
+            ranks: The ranks that the NaN or Inf came from, if that is known.
 
         Raises:
             HvpipeError: With "raise".
@@ -70,6 +71,8 @@ class SkippedSteps:
         found = f"NaN or Inf in the sum of all ranks' gradients of {names[0]}" + (
             f" and {others} other variable{'s' if others > 1 else ''}" if others else ""
         )
+        if ranks:
+            found += f", from rank{'s' if len(ranks) > 1 else ''} {listed(map(str, ranks))}"
         if self._policy == "raise":
             raise HvpipeError(
                 f"Gradients should be finite. Received: {found}, at step {step}. These variables were not "
@@ -101,6 +104,16 @@ class NonfiniteGuard:
         # A flag for each variable. One tensor for each update, so that updates do not wait for each other.
         self._flags: dict[int, tuple[Any, list[Any]]] = {}
         self._any: Any = None
+        self._own: Any = None  # whether this rank's own gradients were not finite
+
+    def note_own(self, gradients: Sequence[Any]) -> None:
+        """Note, in the graph of a step, whether this rank's gradients are finite before they are reduced."""
+        if self._own is None:
+            with tf.init_scope():
+                self._own = tf.Variable(False, trainable=False, name="hvpipe_own_bad")
+        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+        self._own.assign(tf.logical_or(self._own.read_value(), tf.logical_not(finite)))
 
     def if_finite(
         self,
@@ -129,7 +142,7 @@ class NonfiniteGuard:
         flags.assign(tf.logical_or(flags.read_value(), bad))  # a call may run several steps before `look`
         tf.cond(tf.reduce_any(bad), _branch(otherwise), _branch(update))
 
-    def look(self, step: int, rank: int) -> None:
+    def look(self, step: int, session: Session) -> None:
         """Look at the flags after a call of the train function, whose last step is the `step`-th from 1.
 
         Raises:
@@ -145,7 +158,13 @@ class NonfiniteGuard:
         ]
         for flags, _ in self._flags.values():
             flags.assign(tf.zeros_like(flags))
-        self._skipped_steps.tell(names, step, rank)
+        ranks: list[int] = []
+        if self._own is not None:
+            what = f"gradients of step {step} that are not finite"
+            everyone = session.engine.agree(what, float(bool(self._own.numpy())))
+            ranks = [rank for rank, bad in enumerate(everyone) if bad]
+            self._own.assign(False)
+        self._skipped_steps.tell(names, step, session.world.rank, ranks)
 
     def _any_flag(self) -> Any:
         if self._any is None:
@@ -156,7 +175,7 @@ class NonfiniteGuard:
         return self._any()
 
 
-def guarded_alone(policy: str, model: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+def guarded_alone(policy: str, model: Any, inner: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Return the train function of a single rank with a guard around its optimizer's `apply`."""
     optimizer = model.optimizer
     guard = NonfiniteGuard(policy, optimizer)
@@ -194,7 +213,7 @@ def guarded_alone(policy: str, model: Any, inner: Callable[..., Any]) -> Callabl
         nonlocal steps
         logs = inner(iterator)
         steps += int(model.steps_per_execution)
-        guard.look(steps, 0)
+        guard.look(steps, session)
         return logs
 
     return train_function

@@ -262,7 +262,7 @@ class OptimizerHook:
     def look_for_nonfinite(self, step: int) -> None:
         """After an update: raise HvpipeError, or warn, if the gradients of step `step` were not finite."""
         if self._guard is not None:
-            self._guard.look(step, self._session.world.rank)
+            self._guard.look(step, self._session)
 
     def hold(self) -> list[Any]:
         """Flush, and return the sums that belong to the next step; collective."""
@@ -357,6 +357,8 @@ class OptimizerHook:
         found = {identity(v): g for g, v in zip(grads, variables, strict=True) if g is not None}
         gradients = buckets.reducer.as_submitted([found[identity(v)] for v in buckets.reducer.variables])
         samples = one_sample(gradients) if self._samples is None else self._samples
+        if self._guard is not None:
+            self._guard.note_own(gradients)
         reduce_and_update = functools.partial(self._overlap.reduce_and_update, buckets)
         if self.optimizer.gradient_accumulation_steps:
             whole = [dense(gradient) for gradient in gradients]

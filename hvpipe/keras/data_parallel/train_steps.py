@@ -365,7 +365,7 @@ class TrainSteps:
             return inner
         self._end_guard()
         self._guarded = self.model.optimizer
-        return guarded_alone(self._options.nonfinite, self.model, inner)
+        return guarded_alone(self._options.nonfinite, self.model, inner, self.session)
 
     def _run(self, function: Callable[..., Any], iterator: Any) -> Any:
         """Call the train function, which runs pending updates first, and return the logs.

@@ -50,7 +50,8 @@ class StepChecks:
         what = f"gradients of step {self._steps + 1} that are not finite"
         everyone = self._session.engine.allgather_object(list(names), what)
         every = [name for of_rank in everyone for name in of_rank]
-        self._skipped.tell(list(dict.fromkeys(every)), self._steps + 1, self._session.world.rank)
+        ranks = [rank for rank, of_rank in enumerate(everyone) if of_rank]
+        self._skipped.tell(list(dict.fromkeys(every)), self._steps + 1, self._session.world.rank, ranks)
 
     def end_step(self) -> bool:
         """Count a step; return whether it is time to call `verify`."""

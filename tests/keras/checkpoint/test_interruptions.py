@@ -138,9 +138,9 @@ class StandIn:
         """Return a call that does nothing, or returns what one rank alone would."""
         alone: dict[str, Any] = {
             "agree": lambda what, value=0.0: [value],
-            "allgather_object": lambda value: [value],
+            "allgather_object": lambda value, what: [value],
             "batch": lambda counted: counted,
-            "broadcast_object": lambda value: value,
+            "broadcast_object": lambda value, what="": value,
             "can_write": lambda: True,
             "description": dict,
             "notes": lambda counted: {},

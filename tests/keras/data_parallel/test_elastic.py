@@ -219,7 +219,7 @@ class StandIn:
         self.world.size -= 1
         return Resize(self.world.size + 1, self.world.size, 0, 0, (1,))
 
-    def allgather_object(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: Any, what: str) -> list[Any]:
         others = self._others.pop(0)
         self.versions.append(value.version)
         if others is None:

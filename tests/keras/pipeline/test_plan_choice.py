@@ -29,7 +29,7 @@ class Places:
         self.world = SimpleNamespace(
             rank=0, size=len(hosts), host=hosts[0], local_rank=0, local_size=places[0][2]
         )
-        self.engine = SimpleNamespace(allgather_object=lambda mine: places)
+        self.engine = SimpleNamespace(allgather_object=lambda mine, what: places)
 
 
 @dataclass

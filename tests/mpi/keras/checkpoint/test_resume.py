@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,6 +223,42 @@ def test_resumed_between_epochs_and_after_the_end(tmp_path: Path) -> None:
     again, nothing = train(case, folder / "cut", "1epoch", others=best_first())
     assert_same_bits(again, wanted)
     assert nothing == {}
+
+
+def test_a_rank_that_cannot_write_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: rank 0 waited for the part as long as HVPIPE_TIMEOUT says, twice, and blamed the folder."""
+    folder, last, begin = shared(tmp_path), hvpipe.size() - 1, folders.begin
+    left = [2]
+
+    def without_descriptors(*where: Any) -> Path:
+        left[0] -= 1
+        if hvpipe.rank() == last and left[0] >= 0:
+            raise OSError(errno.EMFILE, "Too many open files", str(where[0]))
+        return begin(*where)
+
+    class Slow(keras.callbacks.Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            time.sleep(0.1)  # threads write meanwhile
+
+    monkeypatch.setattr(folders, "begin", without_descriptors)
+    began_s = time.monotonic()
+    train(Case("step", adam), folder, 1, others=[Slow()])
+    assert time.monotonic() - began_s < 60  # HVPIPE_TIMEOUT is 120 in the tests
+    told = [r.getMessage() for r in caplog.records if "was not written" in r.getMessage()]
+    if hvpipe.rank() in (0, last):
+        assert len(told) == 2
+        assert all(f"Too many open files: '{folder}'" in each for each in told)
+    if hvpipe.rank() == 0 < last:
+        assert f"Received on rank 0: rank {last}: [Errno {errno.EMFILE}]" in told[0]
+    assert folders.complete(folder)[0].name.startswith(f"{3 * BATCHES:010d}")  # training went on
+    left[0] = 1_000_000
+    says = f"Rank (0|{last}) could not write the checkpoint of step {3 * BATCHES} .*Too many open files"
+    with pytest.raises(HvpipeError, match=says):  # nothing was saved
+        train(Case("step", adam), folder / "other", 1)
 
 
 def test_resumed_where_a_callback_has_swapped_weights_and_averages(tmp_path: Path) -> None:

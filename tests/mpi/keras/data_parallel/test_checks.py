@@ -90,7 +90,8 @@ def test_a_guard_ends_with_its_data_parallel() -> None:
 @pytest.mark.parametrize("overlap", ["step", "none"])
 def test_all_ranks_raise(overlap: str) -> None:
     model = parallel(compiled(), overlap, nonfinite="raise")
-    with pytest.raises(HvpipeError, match=r"NaN or Inf in the sum .* of sequential/dense/kernel.*at step 2"):
+    says = rf"NaN or Inf in the sum .* of sequential/dense/kernel.*, from rank {hvpipe.size() - 1}, at step 2"
+    with pytest.raises(HvpipeError, match=says):
         fit(model, batches(nan_in=1))
     assert np.isfinite(model.get_weights()[0]).all()
 

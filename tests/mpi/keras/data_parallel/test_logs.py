@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import hvpipe
+from hvpipe.errors import MismatchError
 from training import (
     CLASSES,
     FEATURES,
@@ -77,6 +79,18 @@ def test_evaluate_of_unequal_ranks() -> None:
     assert model.evaluate(x, y, verbose=0) == pytest.approx(
         [expected()["loss"], expected()["accuracy"]], rel=1e-5
     )
+
+
+def test_a_rank_without_validation_batches_is_named() -> None:
+    """Regression: "Rank 0 is at: results of evaluate (loss). Rank 1 is at: results of evaluate ()"."""
+    last = hvpipe.size() - 1
+    data = tf.data.Dataset.from_tensor_slices(own_samples()).batch(4).filter(lambda *_: hvpipe.rank() != last)
+    with (
+        pytest.raises(MismatchError, match=f"no batch of validation data on rank {last}"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # Keras' own, that the input ran out of data
+        again(parallel_still).evaluate(data, verbose=0)
 
 
 def test_weighted_metrics_are_means_over_all_weights() -> None:

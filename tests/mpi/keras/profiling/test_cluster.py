@@ -105,7 +105,7 @@ def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, caplog
 
     def memory_of_rank(local_rank: int) -> int | None:
         world = SimpleNamespace(host="host", local_rank=local_rank, rank=local_rank, local_size=3)
-        engine = SimpleNamespace(allgather_object=lambda mine: everyone)
+        engine = SimpleNamespace(allgather_object=lambda mine, what: everyone)
         session = SimpleNamespace(
             world=world, engine=engine, settings=SimpleNamespace(visible_gpus="GPU-b,MIG-a")
         )
