@@ -241,8 +241,10 @@ class DataParallelState:
         }
         starts = {n.replace(_START, _OWN_WEIGHTS): v for n, v in kept.items() if n.startswith(_START)}
         summed = sums.union(starts) & kept.keys()
+        if not summed:
+            return kept
         names = {rank: summed.intersection(part.names) for rank, part in enumerate(manifest.parts)}
-        parts = enumerate(manifest.parts) if rank == 0 and summed else ()
+        parts = enumerate(manifest.parts) if rank == 0 else ()
         others = [read_arrays(place / part.file.name, names[number]) for number, part in parts]
         for name in summed:
             dtype = types[name]
