@@ -22,6 +22,7 @@ Item = tuple[str, str]
 # Ranks draw and build for themselves: seeds and values come from rank 0, and batches may differ in size.
 _MAY_DIFFER = frozenset(("seed", "build_config", "compile_config", "shared_object_id"))
 _SHAPES = frozenset(("batch_shape", "batch_input_shape", "shape"))
+_LINKS = frozenset(("keras_history", "input_layers", "output_layers"))
 _NUMBERED = re.compile(r"_\d+$")
 
 
@@ -92,7 +93,7 @@ def _plain(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one, names) for one in value]
     if isinstance(value, str):
-        return "a path" if os.sep in value else names.get(value, value)
+        return "a path" if os.sep in value else _NUMBERED.sub("", value) if value in names else value
     if isinstance(value, (bool, int, float, type(None))):
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -115,16 +116,28 @@ def _plain_dict(value: Mapping[str, Any], names: Mapping[str, str]) -> Any:
     own = names.get(str(config.get("name")), "") if isinstance(config, Mapping) else ""
     if own.startswith("#"):  # a layer, which has items of its own
         value = {"class_name": value.get("class_name"), "inbound_nodes": value.get("inbound_nodes")}
-    found = {}
+    found: dict[str, Any] = {}
     for key, one in value.items():
         if key in _MAY_DIFFER:
             continue
         if key in _SHAPES and isinstance(one, (list, tuple)):
             one = one[1:]
-        if key == "name" and isinstance(one, str):
-            one = _NUMBERED.sub("", names.get(one, one))
-        found[names.get(str(key), str(key))] = _plain(one, names)
+        if key in _LINKS:
+            found[str(key)] = _places(one, names)
+        elif key == "name" and isinstance(one, str):
+            found[key] = _NUMBERED.sub("", one)
+        else:
+            found[str(key)] = _plain(one, names)
     return found
+
+
+def _places(links: Any, names: Mapping[str, str]) -> Any:
+    """Return links between the layers of a model, with places instead of names."""
+    if isinstance(links, Mapping):
+        return {key: _places(one, names) for key, one in links.items()}
+    if isinstance(links, (list, tuple)):
+        return [_places(one, names) for one in links]
+    return names.get(links, links) if isinstance(links, str) else links
 
 
 def _flat(place: str, value: Any) -> Iterator[Item]:

@@ -229,11 +229,13 @@ def test_ranks_with_different_layer_names_train_together() -> None:
     if is_last():
         one_layer_more()
         keras.ops.add(keras.Input((3,)), 1.0)
+        layers.Activation("relu")
     odd = int(is_last())
 
     def build() -> keras.Model:
         batch = keras.Input((FEATURES,), batch_size=(None, 8)[odd], name=f"input_{odd}")
         hidden = layers.Dropout(0.1, seed=odd, name=f"drop_{odd + 1}")(Other()(batch))
+        hidden = layers.Activation("relu")(hidden)  # on one rank its name is that of a setting
         doubled = keras.ops.add(hidden, hidden)  # Keras numbers operations, too
         normal = keras.initializers.RandomNormal(seed=odd)
         return keras.Model(batch, layers.Dense(CLASSES, kernel_initializer=normal)(layers.Dense(8)(doubled)))
