@@ -86,8 +86,8 @@ class Engine:
     ) -> Array:
         """Average or sum an array over all ranks. The result has the same bits on every rank.
 
-        Half types are added in float32. NCCL, which reduces arrays in device memory, adds them in their own
-        type instead.
+        Half types are added in float32, and sums are rounded once for the ranks of a host and again at each
+        further host. NCCL, which reduces arrays in device memory, adds them in their own type instead.
 
         Args:
             array: Of float32, float64, float16 or bfloat16, with the same shape and dtype on every rank. An

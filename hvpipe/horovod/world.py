@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hvpipe import session
@@ -13,7 +13,7 @@ from hvpipe.keras.collectives.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
-    registered,
+    register_all,
     remove_process_set,
 )
 
@@ -29,26 +29,44 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the ranks, as `hvpipe.init`.
 
     Args:
-        comm: None, or a list of all ranks. hvpipe has no smaller world; use process sets for a part of it.
-        process_sets: Sets to add, the same on all ranks; or "dynamic", which hvpipe always allows. A set of
-            ranks that form one already gets that one's number.
+        comm: None, or a list or an mpi4py communicator of all ranks in their order. hvpipe has no smaller
+            world; use process sets for a part of it.
+        process_sets: Sets to add, each once, the same on all ranks; or "dynamic", which hvpipe always allows.
+            A set of an earlier call gets that one's number.
 
     Raises:
         HvpipeError: For a `comm` of some of the ranks.
+        ValueError: For a `comm` or `process_sets` of another type, for a set that is given twice, and for the
+            set of all ranks. None of the sets is added then; `init` may be called again.
     """
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
+        raise ValueError(
+            f'process_sets should be a list of sets, or "dynamic". Received: process_sets={process_sets!r}'
+        )
     session.init()
     world = session.current().world
-    if comm is not None and list(comm if isinstance(comm, Sequence) else range(comm.Get_size())) != list(
-        range(world.size)
-    ):
+    if comm is not None:
+        _check_all_ranks(comm, world.rank, world.size)
+        global_process_set.mpi_comm = comm if hasattr(comm, "Get_group") else None
+    if process_sets is not None and not isinstance(process_sets, str):
+        _process_sets.extend(register_all(process_sets))
+
+
+def _check_all_ranks(comm: Any, rank: int, size: int) -> None:
+    """Raise if `comm` is neither empty, which means all ranks, nor all ranks in their order."""
+    if hasattr(comm, "Get_group"):
+        ranks = list(comm.allgather(rank))
+    elif isinstance(comm, Iterable) and not isinstance(comm, (str, bytes)):
+        ranks = list(comm) or list(range(size))
+    else:
+        raise ValueError(
+            f"comm should be None, a list of ranks or an mpi4py communicator. Received: comm={comm!r}"
+        )
+    if ranks != list(range(size)):
         raise HvpipeError(
             "comm should be None or all ranks; for a part of them use process sets. "
-            f"Received: comm={comm!r} with {world.size} ranks"
+            f"Received: comm={comm!r} of ranks {ranks}, with {size} ranks"
         )
-    if process_sets is None or isinstance(process_sets, str):
-        return
-    for process_set in process_sets:
-        _process_sets.append(registered(process_set, may_exist=True))
 
 
 def shutdown() -> None:
@@ -56,6 +74,7 @@ def shutdown() -> None:
     for process_set in _process_sets:
         process_set.process_set_id = None
     _process_sets.clear()
+    global_process_set.mpi_comm = None
     session.shutdown()
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import metrics_by_log
-from hvpipe.keras.initial_state import broadcast_model, shared_slots, without_xla
+from hvpipe.keras.initial_state import settle, shared_slots, without_xla
+from hvpipe.keras.variables import broadcast_variables, identity
 from hvpipe.session import Session, current
 
 _NUMBER = re.compile(r"(\d+)")
@@ -29,10 +30,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Args:
         root_rank: The rank whose values all ranks get.
-        **others: Arguments of Horovod's callback that hvpipe does not have; those that matter are refused.
+        device: Changes nothing; Horovod has it.
+        local_variables: A variable, or several, that keep each rank's own values.
 
     Raises:
         HvpipeError: At the start of `fit`, if the model is not built.
+        ValueError: If `local_variables` are not variables.
 
     Example:
         ```python
@@ -41,10 +44,19 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         ```
     """
 
-    def __init__(self, root_rank: int = 0, **others: Any) -> None:
+    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
-        check_other_arguments("BroadcastGlobalVariablesCallback", others)
         self.root_rank = root_rank
+        self._local: list[Any] = []
+        several = isinstance(local_variables, (list, tuple, set))
+        for variable in [] if local_variables is None else local_variables if several else [local_variables]:
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Let a variable keep each rank's own value. Raises ValueError for anything else."""
+        if not isinstance(var, (keras.Variable, tf.Variable)):
+            raise ValueError(f"local_variables should be variables. Received: {var!r}")
+        self._local.append(var)
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -59,7 +71,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             )
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
-        broadcast_model(self.model, shared_slots(self.model.optimizer), self.root_rank)
+        everything = [*self.model.variables, *shared_slots(self.model.optimizer)]
+        local = {identity(variable) for variable in self._local}
+        broadcast_variables([v for v in everything if identity(v) not in local], self.root_rank)
+        settle(self.model)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -68,10 +83,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     Put it before callbacks that read logs. `data_parallel` already averages them, weighted by samples.
 
     Args:
-        **others: Arguments of Horovod's callback that hvpipe does not have; those that matter are refused.
-
-    Raises:
-        HvpipeError: For an argument that is refused.
+        device: Changes nothing; Horovod has it.
 
     Example:
         ```python
@@ -79,9 +91,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         ```
     """
 
-    def __init__(self, **others: Any) -> None:
+    def __init__(self, device: str = "") -> None:
         super().__init__()
-        check_other_arguments("MetricAverageCallback", others)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs:

@@ -149,7 +149,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """A ModelCheckpoint of the best model. Set its `filepath` before `fit`, as Horovod's estimators do."""
+    """A ModelCheckpoint of the best model. Set its `filepath` before `fit`, as Horovod's estimators do.
+
+    Without one, it writes `best.keras`, or `best.weights.h5` if it saves weights only.
+    """
 
     def __init__(
         self,
@@ -158,10 +161,10 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: Any = "epoch",
-        filepath: Any = "best.keras",
+        filepath: Any = None,
     ) -> None:
         super().__init__(
-            filepath,
+            filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
             monitor=monitor,
             verbose=verbose,
             save_best_only=True,

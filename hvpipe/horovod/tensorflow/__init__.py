@@ -18,6 +18,7 @@ from hvpipe.keras.collectives import objects as _objects
 from hvpipe.keras.collectives import tensors as _tensors
 from hvpipe.keras.collectives.compression import Compression
 from hvpipe.keras.collectives.gradients import GradientOptions, ReducingTape, wrap_optimizer
+from hvpipe.keras.collectives.process_sets import number_of
 from hvpipe.keras.collectives.sync_batch_norm import SyncBatchNormalization
 from hvpipe.keras.data_parallel import custom_loops as _planned
 from hvpipe.keras.gpu import has_gpu
@@ -37,6 +38,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_global_variables",
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
@@ -80,7 +82,7 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
-def gpu_available(ext_base_name: str = "tensorflow") -> bool:
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
     """Return whether TensorFlow sees a GPU."""
     return has_gpu()
 
@@ -198,6 +200,24 @@ def broadcast_variables(
     return _objects.broadcast_variables(list(variables), root_rank, process_set)
 
 
+def broadcast_global_variables(root_rank: int) -> None:
+    """Raise RuntimeError: TensorFlow 2 keeps no list of all variables."""
+    raise RuntimeError(
+        "broadcast_global_variables belongs to graphs of TensorFlow 1. Use broadcast_variables("
+        "model.variables + optimizer.variables, root_rank), or callbacks.BroadcastGlobalVariablesCallback. "
+        f"Received: root_rank={root_rank}"
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BroadcastGlobalVariablesHook":
+        raise AttributeError(
+            "BroadcastGlobalVariablesHook belongs to sessions of TensorFlow 1. Use broadcast_variables, or "
+            "callbacks.BroadcastGlobalVariablesCallback of hvpipe.horovod.tensorflow.keras."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -295,7 +315,7 @@ def join() -> Any:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the process set have called this."""
-    current().named_calls().barrier("barrier", process_set.process_set_id)
+    current().named_calls().barrier("barrier", number_of(process_set))
 
 
 # --- Training ---------------------------------------------------------------------------------------------
@@ -337,6 +357,7 @@ def DistributedOptimizer(
     """Make a Keras optimizer reduce gradients over ranks before it updates.
 
     An average over all ranks runs in hvpipe's planned buckets, which overlap with the rest of backward.
+    `register_local_var(variable)` of the optimizer keeps the gradients of a variable on their rank.
 
     Args:
         optimizer: A Keras optimizer. Its `apply` is replaced on the instance.
@@ -368,7 +389,15 @@ def DistributedOptimizer(
         scale_local_gradients,
     )
     if options.plain and backward_passes_per_step == 1:
-        return _planned.DistributedOptimizer(optimizer, compression=compression.name)
+        _planned.DistributedOptimizer(optimizer, compression=compression.name)
+
+        def register_local_var(variable: Any) -> None:
+            # The planned buckets hold all gradients, so from now on the rest is reduced by name.
+            vars(optimizer).pop("apply", None)
+            wrap_optimizer(optimizer, options).register_local_var(variable)
+
+        optimizer.register_local_var = register_local_var
+        return optimizer
     return wrap_optimizer(optimizer, options, backward_passes_per_step, average_aggregated_gradients)
 
 

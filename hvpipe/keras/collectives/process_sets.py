@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvpipe.errors import HvpipeError, MismatchError
-from hvpipe.session import current, is_initialized
+from hvpipe.session import Session, current, is_initialized
+
+# The session of each set that was added: its number means another set, or none, in the next session.
+_added_in: weakref.WeakKeyDictionary[ProcessSet, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 
 
 class ProcessSet:
@@ -64,8 +68,7 @@ class ProcessSet:
         )
 
     def _registered(self) -> list[int]:
-        assert self.process_set_id is not None
-        return ranks_of(self.process_set_id)
+        return ranks_of(number_of(self))
 
 
 class _AllRanks(ProcessSet):
@@ -119,6 +122,7 @@ def registered(process_set: ProcessSet | Sequence[int], *, may_exist: bool) -> P
     try:
         numbers = [calls.add_set(r) if known < 0 else known for r, known in zip(sets, found, strict=True)]
         added.process_set_id = numbers[sets.index(added.ranks)]
+        _added_in[added] = weakref.ref(current())
     except HvpipeError as error:
         if type(error) is not HvpipeError:
             raise
@@ -170,7 +174,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         ```
     """
     number = process_set.process_set_id
-    if number is None or number == 0:
+    if number is None or number == 0 or _of_ended_session(process_set):
         return False
     process_set.process_set_id = None
     numbers = _of_every_part(process_set, number)
@@ -201,8 +205,18 @@ def number_of(process_set: ProcessSet | None) -> int:
             "process_set should be a ProcessSet that was added first, by add_process_set. "
             f"Received: {process_set!r}"
         )
+    if _of_ended_session(process_set):
+        raise ValueError(
+            "A process set should be added again after shutdown() and init(). "
+            f"Received: {process_set}, of a session that has ended"
+        )
     ranks_of(process_set.process_set_id)
     return process_set.process_set_id
+
+
+def _of_ended_session(process_set: ProcessSet) -> bool:
+    added_in = _added_in.get(process_set)
+    return added_in is not None and added_in() is not current()
 
 
 def ranks_of(number: int) -> list[int]:

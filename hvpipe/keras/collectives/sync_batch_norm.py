@@ -51,6 +51,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     each layer in the forward, and two in the backward. All ranks call the layers in the same order.
 
     Args:
+        fused: False; Horovod has it.
         **options: Those of `keras.layers.BatchNormalization`, except `synchronized`.
 
     Raises:
@@ -62,9 +63,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         ```
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, fused: bool = False, **options: Any) -> None:
         options.pop("synchronized", None)
-        fused = options.pop("fused", False)
         if fused:
             raise ValueError(f"SyncBatchNormalization cannot be fused. Received: fused={fused!r}")
         super().__init__(**options)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvpipe.horovod import tensorflow as _hvd
+from hvpipe.horovod.tensorflow import broadcast_global_variables
 from hvpipe.horovod.tensorflow.keras import callbacks, elastic
 from hvpipe.horovod.world import (
+    Adasum,
     Average,
     ProcessSet,
     Sum,
@@ -41,6 +43,7 @@ from hvpipe.keras.collectives.gradients import wrap_optimizer
 from hvpipe.keras.horovod_callbacks import load_model as _load_model
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -204,20 +207,12 @@ def reducescatter(
     return _hvd.reducescatter(value, op=op, name=name, process_set=process_set)
 
 
-def broadcast_global_variables(root_rank: int) -> None:
-    """Raise: there are no global variables in TensorFlow 2."""
-    raise RuntimeError(
-        "broadcast_global_variables belongs to graphs of TensorFlow 1. Use callbacks."
-        "BroadcastGlobalVariablesCallback, or broadcast_variables of hvpipe.horovod.tensorflow. "
-        f"Received: root_rank={root_rank}"
-    )
-
-
 def load_model(
     filepath: Any,
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: Any = None,
     compression: Any = Compression.none,
+    legacy_opts: bool = False,
 ) -> Any:
     """Load a compiled model, and let its optimizer reduce gradients over ranks.
 
@@ -226,10 +221,19 @@ def load_model(
         custom_optimizers: Optimizer classes that Keras does not know.
         custom_objects: Other classes and functions that Keras does not know, by name.
         compression: Compression.none, fp16 or bf16.
+        legacy_opts: False: Keras 3 has no optimizers of `keras.optimizers.legacy`.
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: For `legacy_opts=True`.
     """
+    if legacy_opts:
+        raise ValueError(
+            "legacy_opts should be False: Keras 3 has no keras.optimizers.legacy. Load the model with "
+            "compile=False, and compile it with an optimizer of keras.optimizers. Received: legacy_opts=True"
+        )
     known = {kind.__name__: kind for kind in custom_optimizers or []}
     model = _load_model(filepath, {**known, **(custom_objects or {})})
     DistributedOptimizer(model.optimizer, compression=compression)

@@ -17,10 +17,10 @@ __all__ = [
 
 
 class KerasState(TensorFlowKerasState):
-    """State of a compiled Keras model and of plain values."""
+    """State of a Keras model, its optimizer and plain values; see TensorFlowKerasState."""
 
-    def __init__(self, model: Any, **values: Any) -> None:
-        super().__init__(model, **values)
+    def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
+        super().__init__(model, optimizer, **values)
 
 
 class CommitStateCallback(StateCallback):

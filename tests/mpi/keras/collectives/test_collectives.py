@@ -528,20 +528,6 @@ def test_process_sets() -> None:
 
 
 @pytest.mark.three_suffice
-def test_process_sets_of_init_may_exist() -> None:
-    """Regression: a script could neither give a set twice nor call init twice."""
-    size = hvd.size()
-    given = [[0], [0], list(range(size))]
-    for _ in range(2):
-        sets = [hvd.ProcessSet(ranks) for ranks in given]
-        hvd.init(process_sets=sets)
-        numbers = [each.process_set_id for each in sets]
-        assert (numbers[1], numbers[2]) == (numbers[0], 0)
-        assert sets[1].size() == 1
-    assert hvd.remove_process_set(sets[0]) == (size > 1)
-
-
-@pytest.mark.three_suffice
 def test_a_call_on_a_process_set_that_is_removed_meanwhile() -> None:
     if hvd.size() == 1:
         pytest.skip("one rank never waits")
