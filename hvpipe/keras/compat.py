@@ -305,6 +305,13 @@ class _Shorter:
         self._adapter = adapter
         self.num_batches = num_batches
 
+    def on_epoch_end(self) -> None:
+        """Forget the batches that workers have made for this epoch: they would be the next one's first."""
+        self._adapter.on_epoch_end()
+        left = getattr(getattr(self._adapter, "enqueuer", None), "ready_queue", None)
+        while left is not None and not left.empty():
+            left.get()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
 

@@ -243,9 +243,8 @@ class DataParallelState:
         summed = sums.union(starts) & kept.keys()
         if not summed:
             return kept
-        names = {rank: summed.intersection(part.names) for rank, part in enumerate(manifest.parts)}
-        parts = enumerate(manifest.parts) if rank == 0 else ()
-        others = [read_arrays(place / part.file.name, names[number]) for number, part in parts]
+        parts = manifest.parts if rank == 0 else ()
+        others = [read_arrays(place / part.file.name, summed) for part in parts]
         for name in summed:
             dtype = types[name]
             start = of_type(starts.get(name, np.zeros_like(kept[name])), dtype)
