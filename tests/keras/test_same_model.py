@@ -13,7 +13,9 @@ layers = keras.layers
 
 
 def items(*names: str, **options: Any) -> list[tuple[str, str]]:
-    return list(layer_items([layers.Dense(2, name=names[0], **options), layers.Activation("relu", name=names[1])]))
+    return list(
+        layer_items([layers.Dense(2, name=names[0], **options), layers.Activation("relu", name=names[1])])
+    )
 
 
 @pytest.mark.parametrize("names", [("dense_3", "activation_1"), ("units", "relu"), ("activation", "dense")])
