@@ -47,7 +47,16 @@ FLAGS = {
     "": ["--help", "--version", "-h"],
     "run": [
         *("--bind", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--launcher-args", "--module"),
-        *("--mpirun", "--net", "--no-summary", "--rsh-agent", "--timeout", "--trace", "--utilization"),
+        *(
+            "--mpirun",
+            "--net",
+            "--no-summary",
+            "--ports",
+            "--rsh-agent",
+            "--timeout",
+            "--trace",
+            "--utilization",
+        ),
         *("--utilization-hz", "-H", "-h", "-m", "-n", "-np", "-hostfile"),
         *("--elastic", "--grace", "--lr-scaling", "--min-np", "--nonfinite", "--restarts", "--verify"),
         *("--flight-recorder", "--stall-abort", "--stall-warn", "--strict"),
@@ -61,7 +70,7 @@ FLAGS = {
     "profile": [
         *("--bind", "--cluster", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--input-shape"),
         *("--launcher-args", "--microbatch", "--mpirun", "--net", "--optimizer", "--output", "--repeats"),
-        *("--rsh-agent", "--timeout", "-H", "-h", "-n", "-np", "-o", "-hostfile"),
+        *("--ports", "--rsh-agent", "--timeout", "-H", "-h", "-n", "-np", "-o", "-hostfile"),
     ],
     "plan": [
         *("--batch-size", "--chunks", "--cluster", "--explain", "--graph-batch-size", "--help", "--json"),

@@ -15,7 +15,8 @@ _FRAME = re.compile(
     r'^  File "(?P<path>[^"]*)", line \d+, in .*\n(?:    .*\n)*(?:[ \t]*\n(?=  File "))?', re.M
 )
 _INSTALLED = re.compile(
-    r"/(?:site|dist)-packages/(\w+)|/lib/python3\.\d+/|/(hvpipe)/(?:\w+/)*\w+\.py$|^<frozen"
+    r"/(?:site|dist)-packages/(\w+)|/lib/python3\.\d+/(?!(?:site|dist)-packages/)|"
+    r"/(hvpipe)/(?:\w+/)*\w+\.py$|^<frozen"
 )
 # TensorFlow says where an operation was made, but has forgotten it.
 _NOWHERE = re.compile(r"^Detected at node .*\n(?:<stack traces unavailable>\n)?|^\t \[\[.*\n", re.M)

@@ -204,5 +204,5 @@ def test_the_verdict_is_about_the_ranks_that_went_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr("hvpipe.blackbox.story.read_records", read_records)
     for name in ("flight", "flight-3-ranks"):
         (tmp_path / name).mkdir()
-    Restarting(argparse.Namespace(restarts=0, grace=1.0), Places(4))._say_what_happened(tmp_path, set(), 1)
+    Restarting(argparse.Namespace(restarts=0, grace=1.0), Places(4))._what_happened(tmp_path, set(), 1)
     assert read == ["flight-3-ranks"]
