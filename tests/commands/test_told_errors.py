@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvpipe.commands.told_errors import merged, shortened
 
 OWN = '  File "/home/me/train.py", line 5, in main\n    model.fit(x)\n    ^^^^\n'
-KERAS = '  File "/v/lib/python3.11/site-packages/keras/src/trainer.py", line 400, in fit\n    callbacks.on_end()\n'
+KERAS = '  File "/v/lib/python3.11/site-packages/keras/src/trainer.py", line 400, in fit\n    end()\n'
 HVPIPE = '  File "/work/hvpipe/keras/instance_methods.py", line 28, in replaced\n    return stand_in()\n'
 INNER = '  File "/home/me/train.py", line 22, in gen\n    raise ValueError("bad sample")\n'
 BEGIN = "Traceback (most recent call last):\n"
@@ -14,7 +14,10 @@ BEGIN = "Traceback (most recent call last):\n"
 def test_equal_tracebacks_are_merged_and_consequences_are_a_line() -> None:
     text = f"{BEGIN}{OWN}ValueError: bad\n"
     told = {rank: (f"ValueError on rank {rank}: bad", text) for rank in (1, 2, 3, 5)}
-    told[0] = ("PeerError on rank 0: Rank 1 has left", f"{BEGIN}{OWN}hvpipe.errors.PeerError: Rank 1 has left\n")
+    told[0] = (
+        "PeerError on rank 0: Rank 1 has left",
+        f"{BEGIN}{OWN}hvpipe.errors.PeerError: Rank 1 has left\n",
+    )
     told[4] = ("KeyError on rank 4: 'x'", f"{BEGIN}{OWN}KeyError: 'x'\n")
     assert merged(told) == (
         "\nhvpipe: PeerError on rank 0: Rank 1 has left\n"

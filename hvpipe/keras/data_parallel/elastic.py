@@ -275,9 +275,7 @@ class Elastic:
             *(self._state.version, self._sections, self._steps.ready, self._result),
             *(self.data.ended, self._target, self._state.scaled),
         )
-        everyone: list[_Standing] = self._session.engine.allgather_object(
-            mine, "going on without lost ranks"
-        )
+        everyone: list[_Standing] = self._session.engine.allgather_object(mine, "going on without lost ranks")
         agreed = max(standing.version for standing in everyone)
         scaled = self._state.scaled
         if all(standing.ready for standing in everyone):

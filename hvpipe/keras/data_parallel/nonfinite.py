@@ -175,9 +175,7 @@ class NonfiniteGuard:
         return self._any()
 
 
-def guarded_alone(
-    policy: str, model: Any, inner: Callable[..., Any], session: Session
-) -> Callable[..., Any]:
+def guarded_alone(policy: str, model: Any, inner: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Return the train function of a single rank with a guard around its optimizer's `apply`."""
     optimizer = model.optimizer
     guard = NonfiniteGuard(policy, optimizer)
