@@ -107,7 +107,7 @@ def _open_closed_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _home() -> str:

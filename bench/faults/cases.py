@@ -192,8 +192,7 @@ def _ends(fault: str, says: str, deadline_s: float, phase: str, chance: random.R
     where, victim = _place(phase, chance, ranks)
     with _folder() as folder:
         ended = _run(_hvpipe_run(ranks, folder, "--fault", fault, *where))
-        name = f"Rank {victim} " if fault != "raise" else f"rank {victim} of {ranks}"
-        return _judge_end(ended, folder, deadline_s, (name, says))
+        return _judge_end(ended, folder, deadline_s, (f"Rank {victim} ", says))
 
 
 def _exit(phase: str, chance: random.Random) -> Trial:

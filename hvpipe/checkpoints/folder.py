@@ -213,8 +213,8 @@ def claim_or_refuse(folder: Path) -> str:
         who = f"process {process} on {host}" if host else "another process"
         if time.monotonic() - began_s > limit_s:
             raise HvpipeError(
-                "A folder of checkpoints belongs to one job at a time, since each would resume from the other's: "
-                f"end the other job, or use another folder. Received: {str(folder)!r}, where {who} "
+                "A folder of checkpoints belongs to one job: another one would resume from its checkpoints. "
+                f"End the other job, or use another folder. Received: {str(folder)!r}, where {who} "
                 "writes checkpoints"
             )
         if not told:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hvpipe.blackbox.story import LOST_A_PEER
 from hvpipe.comm.job_folder import told_by_rank
 
-# A frame of a traceback, with its line of code and the marks below. TensorFlow puts empty lines between frames.
+# A frame of a traceback, with its line of code and the marks below. TensorFlow puts empty lines between.
 _FRAME = re.compile(
     r'^  File "(?P<path>[^"]*)", line \d+, in .*\n(?:    .*\n)*(?:[ \t]*\n(?=  File "))?', re.M
 )

@@ -258,7 +258,8 @@ def test_a_second_job_in_one_folder_is_refused(tmp_path: Path, monkeypatch: pyte
     (tmp_path / ".lock").write_text(f"{socket.gethostname()} 4242")
     with pytest.raises(HvpipeError, match=rf"process 4242 on {socket.gethostname()} writes checkpoints"):
         folders.claim_or_refuse(tmp_path)
-    monkeypatch.setattr(folders, "claim", lambda folder, found=iter(["taken", "locked"]): next(found))
+    found = iter(["taken", "locked"])
+    monkeypatch.setattr(folders, "claim", lambda folder: next(found))
     assert folders.claim_or_refuse(tmp_path) == "locked"
 
 

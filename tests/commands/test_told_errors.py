@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvpipe.commands.told_errors import merged, shortened
 
 OWN = '  File "/home/me/train.py", line 5, in main\n    model.fit(x)\n    ^^^^\n'
-KERAS = '  File "/v/lib/python3.11/site-packages/keras/src/trainer.py", line 400, in fit\n    callbacks.on_end()\n'
+KERAS = '  File "/v/lib/python3.11/site-packages/keras/src/trainer.py", line 400, in fit\n    end()\n'
 HVPIPE = '  File "/work/hvpipe/keras/instance_methods.py", line 28, in replaced\n    return stand_in()\n'
 INNER = '  File "/home/me/train.py", line 22, in gen\n    raise ValueError("bad sample")\n'
 BEGIN = "Traceback (most recent call last):\n"
