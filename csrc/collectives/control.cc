@@ -85,12 +85,13 @@ void RecordExchange::CheckAgreement() const {
 Error DifferentCalls(int rank, const std::string& what, int other, const Record& theirs) {
   if (theirs.signature != Hash(kLeaving)) return Disagreement("Rank", rank, what, other, theirs.what.data());
   const std::string number = std::to_string(other);
-  return Error("Rank " + number +
-                   " has left the others, which still need it: every rank should make the same calls, and end "
-                   "with the others. Received: rank " +
-                   number + " is at: " + theirs.what.data() + ". Rank " + std::to_string(rank) +
-                   " is at: " + what + ".",
-               ErrorKind::kPeer);
+  return Error(
+      "Rank " + number +
+          " has left the others, which still need it: every rank should make the same calls, and end "
+          "with the others. Received: rank " +
+          number + " is at: " + theirs.what.data() + ". Rank " + std::to_string(rank) + " is at: " + what +
+          ".",
+      ErrorKind::kPeer);
 }
 
 Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,
