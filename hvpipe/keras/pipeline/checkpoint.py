@@ -65,11 +65,11 @@ def save_checkpoint(
     rank = session.world.rank
     what = f"saving a checkpoint in {path}"
     serial = on_all_ranks(session, what, lambda: _next_serial(path) if rank == 0 else 0)
-    serial = session.engine.broadcast_object(serial, what=what)
+    serial = session.engine.broadcast_object(serial, what="saving a checkpoint")
     shard = on_all_ranks(
         session, what, lambda: _write_shard(path, f"{serial:06d}-{rank}.npz", variables_to_write(state, rank))
     )
-    shards = session.engine.allgather_object(shard, what)
+    shards = session.engine.allgather_object(shard, "saving a checkpoint")
 
     def finish() -> None:
         if rank == 0:

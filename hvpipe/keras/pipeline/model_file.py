@@ -122,7 +122,7 @@ def _check_same_model(session: Session, model: Any, path: Any, odd: Mapping[int,
         path: The path of the file.
         odd: What differs, by the layer's number in the model.
     """
-    everyone = session.engine.allgather_object(min(odd.items(), default=None), f"reading {os.fspath(path)}")
+    everyone = session.engine.allgather_object(min(odd.items(), default=None), "reading a model's file")
     if found := [one for one in everyone if one is not None]:
         _, what = min(found)
         raise HvpipeError(

@@ -19,7 +19,7 @@ def on_all_ranks(
 
     Args:
         session: The session.
-        what: Names the action in the error.
+        what: Names the action in the error. It begins with a word that is the same on all ranks.
         action: This rank's action.
         patiently: Whether it may take longer than other waits for a rank.
 
@@ -34,9 +34,10 @@ def on_all_ranks(
         result = action()
     except Exception as raised:
         error = raised
+    verb = what.split()[0]  # names of models, and paths, may differ between ranks
     if patiently:
-        session.agree_patiently(what, session.settings.timeout_s)
-    reasons = session.engine.allgather_object(None if error is None else _reason(error), what)
+        session.agree_patiently(verb, session.settings.timeout_s)
+    reasons = session.engine.allgather_object(None if error is None else _reason(error), verb)
     for rank, reason in enumerate(reasons):
         if reason is not None:
             message = f"{what} should succeed on every rank. Received: rank {rank}: {reason}"
