@@ -142,6 +142,8 @@ class Step:
         self.model = model
         self.found: list[str] = []
         """The updates that nobody averages, in words."""
+        self.optimizers: list[Any] = []
+        """The optimizers that make them."""
         self.alone = is_alone()
         """Whether the whole step trains alone on purpose. It is looked at for a later `fit` on all ranks."""
         self.averages = False
@@ -198,6 +200,7 @@ class _Watched:
         self._model = weakref.ref(model)
         self._function = function
         self._found: list[str] = []  # a graph is traced once, perhaps inside `alone`
+        self._optimizers: list[Any] = []
         self._averages = False
 
     def __call__(self, iterator: Any) -> Any:
@@ -208,11 +211,13 @@ class _Watched:
         with step_of(self._session, model) as step:
             logs = self._function(iterator)
         self._found += step.found
+        self._optimizers += step.optimizers
         self._averages = self._averages or step.averages
         if not is_alone():
             changed = checksum_of(model.trainable_variables) != before
             if self._found or (changed and not self._averages):
-                self._tell(model)
+                self._tell(model)  # under strict, an error at every step
+            self._session.looked_at.update(self._optimizers)  # a batch of another shape is traced again
             if model.train_function is self:
                 model.train_function = self._function
         return logs
@@ -246,6 +251,19 @@ def tell_of_optimizers(session: Session, model: Any, found: Sequence[str]) -> No
     )
 
 
+def tell_of_difference(session: Session, model: Any, received: str) -> None:
+    """Tell of weights that differ between ranks after a step, although all ranks began alike."""
+    tell(
+        session,
+        f"step of model {_without_number(model.name)}",
+        f"weights of model {model.name} differ between ranks after a step: a part of it trains alone on each "
+        "rank. Write `optimizer = hk.DistributedOptimizer(optimizer)` for every optimizer of train_step "
+        "except the one given to compile; average what train_step itself assigns; and restore weights that "
+        "it changes for a moment from a copy, since adding and subtracting rounds. "
+        f"Received: {received}",
+    )
+
+
 def tell(session: Session, what: str, text: str) -> None:
     """Tell once of training that no rank averages: raise HvpipeError if the session is strict, else warn.
 
@@ -257,12 +275,11 @@ def tell(session: Session, what: str, text: str) -> None:
         what: The same on all ranks that do the same.
         text: What was found, and the line to write.
     """
-    if what in session.trained_alone:
-        return
-    session.trained_alone[what] = text
     if session.settings.strict:
         raise HvpipeError(text)
-    if session.world.rank == 0:
+    told = what in session.trained_alone
+    session.trained_alone[what] = text
+    if session.world.rank == 0 and not told:
         logger.warning("hvpipe: %s", text)
 
 
@@ -304,6 +321,7 @@ def _look(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | N
     update = f"an update of {listed} by optimizer {optimizer.name}"
     if step is not None:
         step.found.append(update)
+        step.optimizers.append(optimizer)
         return
     tell(
         session,

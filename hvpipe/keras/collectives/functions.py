@@ -118,6 +118,9 @@ def allgather(
 ) -> Any:
     """Concatenate the tensors of ranks along axis 0, eagerly or in a graph.
 
+    Its gradient is Horovod's: this rank's rows of the gradients of all ranks, averaged. The derivative of the
+    ranks' mean loss is that times the number of ranks; docs/pitfalls.md has the line for it.
+
     Args:
         tensor: A tensor, or a value that converts to one. Ranks may contribute different lengths of axis 0;
             the other axes and the dtype are equal.

@@ -12,7 +12,7 @@ import numpy as np
 from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.compat import layers_in
 from hvpipe.keras.initial_state import checksum_of, shared_slots
-from hvpipe.keras.training_alone import tell_of_optimizers
+from hvpipe.keras.training_alone import tell_of_difference
 from hvpipe.keras.variables import name_of, untrained_in
 from hvpipe.session import Session
 
@@ -74,10 +74,7 @@ def tell_of_unaveraged(session: Session, model: Any) -> None:
         if (count := sum(id(v) in found for v in layer.weights))
     ]
     names = ", ".join(name_of(variables[place]) for place in list(different)[:3])
-    received = ", ".join(nets) or names
-    tell_of_optimizers(
-        session, model, [f"{received} differ between ranks after the first step, beginning with {names}"]
-    )
+    tell_of_difference(session, model, ", ".join([*nets, f"beginning with {names}"]))
 
 
 def difference(step: int, name: str, sums: Mapping[int, int], different: int, compared: int) -> MismatchError:
