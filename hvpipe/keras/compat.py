@@ -24,6 +24,7 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.models import cloning
 from keras.src.models.functional import Functional
 from keras.src.ops.symbolic_arguments import SymbolicArguments
@@ -73,9 +74,17 @@ _MEMBERS: dict[Any, tuple[str, ...]] = {
         *("_flat_metrics", "_flat_weighted_metrics", "_user_metrics", "_user_weighted_metrics"),
     ),
     EpochIterator: ("_enumerate_iterator",),
+    TFEpochIterator: ("_distributed_dataset",),
     keras.callbacks.CallbackList: ("_configure_async_dispatch",),
     keras.callbacks.SwapEMAWeights: ("_swap_variables", SWAPPED),
-    keras.Variable: ("_deferred_initialize", "_initialize", "_initializer", "_path", "_value"),
+    keras.Variable: (
+        "_convert_to_tensor",
+        "_deferred_initialize",
+        "_initialize",
+        "_initializer",
+        "_path",
+        "_value",
+    ),
     keras.optimizers.Optimizer: (
         *("_accumulated_gradients", "_apply_weight_decay", "_backend_apply_gradients"),
         *("_backend_update_step", "_check_variables_are_known", "_clip_gradients", "_filter_empty_gradients"),
@@ -302,18 +311,18 @@ class _Shorter:
     """Keras' adapter of some data, with fewer batches."""
 
     def __init__(self, adapter: Any, num_batches: int) -> None:
-        self._adapter = adapter
+        self.adapter = adapter
         self.num_batches = num_batches
 
     def on_epoch_end(self) -> None:
         """Forget the batches that workers have made for this epoch: they would be the next one's first."""
-        self._adapter.on_epoch_end()
-        left = getattr(getattr(self._adapter, "enqueuer", None), "ready_queue", None)
+        self.adapter.on_epoch_end()
+        left = getattr(getattr(self.adapter, "enqueuer", None), "ready_queue", None)
         while left is not None and not left.empty():
             left.get()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapter, name)
+        return getattr(self.adapter, name)
 
 
 def dataset_of(iterator: Any) -> Any:
