@@ -225,7 +225,8 @@ def test_hvpipes_own_numbers_stay_on_the_host(monkeypatch: Any, overlap: str) ->
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(weights)
     settings = Settings(bucket_bytes=16)
-    session = SimpleNamespace(engine=Engine(opens=True), settings=settings, announcements=0, looked_at=set())
+    noted = {"announcements": 0, "averagings": 0, "averaged": {}, "looked_at": set()}
+    session = SimpleNamespace(engine=Engine(opens=True), settings=settings, **noted)
     monkeypatch.setattr(tf, "Variable", note)
     overlapped = OptimizerHook(session, optimizer, weights, OVERLAPS[overlap](), ReduceOptions())
     with on_the_host():
