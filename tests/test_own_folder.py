@@ -109,7 +109,7 @@ def test_a_job_folder_of_a_stranger_is_neither_written_nor_obeyed(shared: Path, 
     with pytest.raises(PermissionError, match="belongs to nobody"):
         job_folder.ask_to_stop(strange)
     job_folder.tell_end(str(strange), None)
-    job_folder.tell_error(strange, 0, "text")
+    job_folder.tell_error(strange, 0, "text", "more")
     job_folder.tell_joined(strange)
     job_folder.tell_checkpoint(strange, victim)
     job_folder.tell_checkpoints(strange, victim)
