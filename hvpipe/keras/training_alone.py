@@ -207,13 +207,14 @@ class _Watched:
         model = self._model()
         if model is None or _watching() is not self._session:
             return self._function(iterator)
-        before = checksum_of(model.trainable_variables)
+        # Inside `alone` steps cost what Keras' own do.
+        before = None if is_alone() else checksum_of(model.trainable_variables)
         with step_of(self._session, model) as step:
             logs = self._function(iterator)
         self._found += step.found
         self._optimizers += step.optimizers
         self._averages = self._averages or step.averages
-        if not is_alone():
+        if before is not None:
             changed = checksum_of(model.trainable_variables) != before
             if self._found or (changed and not self._averages):
                 self._tell(model)  # under strict, an error at every step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,8 +25,7 @@ def chosen_interval(session: Session, verify_every: int | None) -> int:
 
 def checksum(variable: Any) -> int:
     """Return a checksum of a variable's bytes."""
-    value = np.ascontiguousarray(variable.numpy())
-    return zlib.crc32(value.reshape(-1).view(np.uint8).data)
+    return int(checksum_of([variable]))
 
 
 def equal_on_all_ranks(model: Any) -> list[Any]:
