@@ -102,7 +102,7 @@ def test_a_job_folder_of_a_stranger_is_neither_written_nor_obeyed(shared: Path, 
         told(strange)
         for told in (
             *(job_folder.asked_to_stop, job_folder.any_aborts, job_folder.any_joined, job_folder.any_listens),
-            *(job_folder.last_checkpoint, job_folder.errors, job_folder.read_end, job_folder.read_loss),
+            *(job_folder.last_checkpoint, job_folder.told_by_rank, job_folder.read_end, job_folder.read_loss),
             join.wanted,
         )
     )

@@ -158,12 +158,6 @@ def told_by_rank(folder: Path) -> dict[int, tuple[str, str]]:
     return dict(sorted(found.items()))
 
 
-def errors(folder: Path) -> list[str]:
-    """Return the errors that ranks of this host have told."""
-    told = [read_own(path, _MOST_BYTES) for path in sorted(folder.glob("error-*"))]
-    return [text.decode(errors="replace") for text in told if text is not None]
-
-
 def tell_joined(folder: Path | None) -> None:
     """Tell `hvpipe run` that a rank has joined the others."""
     if folder is not None:

@@ -16,12 +16,12 @@ from hvpipe.comm.job_folder import (
     TOO_FEW,
     Loss,
     any_joined,
-    errors,
     last_checkpoint,
     new_job_folder,
     print_tracebacks,
     read_end,
     read_loss,
+    told_by_rank,
 )
 from hvpipe.commands import join, lost_hosts, rank_output
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
@@ -222,4 +222,5 @@ def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
 
 def script_errors(folder: Path) -> list[str]:
     """Return the errors that ranks ended with, without those that followed from the loss of another rank."""
-    return [text for text in errors(folder) if text.partition(" ")[0] not in story.LOST_A_PEER]
+    told = told_by_rank(folder).values()
+    return [line for line, _ in told if line.partition(" ")[0] not in story.LOST_A_PEER]
