@@ -23,7 +23,7 @@ MAKEFLAGS += --no-print-directory
 DEFAULT_TF := $(shell sed -n 's/^tensorflow==//p' constraints.txt)
 OTHER_TF := 2.18.1
 TF ?= $(DEFAULT_TF)
-OLDEST_KERAS := $(shell sed -n 's/^OLDEST = "\(.*\)"/\1/p' hvpipe/keras/supported.py)
+OLDEST_KERAS := $(shell sed -n 's/^OLDEST_KERAS = "\(.*\)"/\1/p' hvpipe/comm/versions.py)
 PYTHON ?=
 RANKS ?= 2
 ARGS ?=

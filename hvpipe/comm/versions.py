@@ -1,8 +1,9 @@
-"""Checks that all ranks run the same versions of what decides about messages and results."""
+"""Versions: those that hvpipe works with, and a check that all ranks run the same ones."""
 
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,6 +12,10 @@ from hvpipe.errors import InitError
 
 if TYPE_CHECKING:
     from hvpipe.comm.world import World
+
+# hvpipe was tried with these and with those between. A newer one may do, unless it lacks a private name.
+OLDEST_KERAS = "3.12.0"
+NEWEST_KERAS = "3.15.1"
 
 _PACKAGES = {"hvpipe": "hvpipe", "TensorFlow": "tensorflow", "Keras": "keras"}
 
@@ -51,3 +56,9 @@ def difference(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
                 one, two = (f"{version} on rank {rank} ({host})" for rank, host, version in (first, other))
                 return f"{name} {one}, and {two}"
     return ""
+
+
+def is_older(version: str, least: str) -> bool:
+    """Return whether the first two numbers of a version are less than those of `least`."""
+    first, second = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, least))
+    return first < second

@@ -25,6 +25,7 @@ from hvpipe.comm.native import (
 )
 from hvpipe.comm.rank_gpu import find_nccl
 from hvpipe.comm.this_host import interfaces
+from hvpipe.comm.versions import OLDEST_KERAS, is_older
 from hvpipe.commands import mpirun
 from hvpipe.errors import LaunchError
 from hvpipe.monitor import core_binding
@@ -128,6 +129,9 @@ def _keras(environ: Mapping[str, str]) -> Finding:
     backend = environ.get("KERAS_BACKEND", "tensorflow")
     if backend != "tensorflow":
         return Finding("Keras", "problem", f"KERAS_BACKEND={backend}", "export KERAS_BACKEND=tensorflow")
+    version = _version("keras")
+    if version is not None and is_older(version, OLDEST_KERAS):
+        return Finding("Keras", "problem", version, f"pip install 'keras>={OLDEST_KERAS}'")
     return _package("keras", "pip install keras", "Keras")
 
 

@@ -1,16 +1,13 @@
-"""Checks that hvpipe works with the installed Keras: Keras 3 on TensorFlow, from `OLDEST` on."""
+"""Checks that hvpipe works with the installed Keras: Keras 3 on TensorFlow, from `OLDEST_KERAS` on."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from hvpipe.comm.versions import NEWEST_KERAS, OLDEST_KERAS, is_older
 from hvpipe.errors import InitError
 
-# hvpipe was tried with these and with those between. A newer one may do, unless it lacks a private name.
-OLDEST = "3.12.0"
-NEWEST = "3.15.1"
-_FROM = OLDEST.removesuffix(".0")
+_FROM = OLDEST_KERAS.removesuffix(".0")
 _WANTED = f"hvpipe.keras needs Keras {_FROM} or later on TensorFlow"
 
 
@@ -35,23 +32,19 @@ def check_installed() -> None:
 def _lacks(version: str, what: str) -> InitError:
     return InitError(
         f"hvpipe.keras needs private names of Keras that Keras {version} lacks. hvpipe was tried with Keras "
-        f"{OLDEST} to {NEWEST}: pip install 'keras>={_FROM},<={NEWEST}'. Received: {what}"
+        f"{OLDEST_KERAS} to {NEWEST_KERAS}: pip install 'keras>={_FROM},<={NEWEST_KERAS}'. Received: {what}"
     )
 
 
 def check_keras(version: str, backend: str) -> None:
     """Raise InitError unless hvpipe works with this version of Keras on this backend."""
-    if _numbers(version) < _numbers(OLDEST):
+    if is_older(version, OLDEST_KERAS):
         raise InitError(f"{_WANTED}: pip install 'keras>={_FROM}'. Received: keras {version}")
     if backend != "tensorflow":
         raise InitError(
             f"{_WANTED}: export KERAS_BACKEND=tensorflow before Python starts, or set the backend in "
             f"~/.keras/keras.json. Received: the backend {backend!r}"
         )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def of_keras_2(thing: Any) -> bool:

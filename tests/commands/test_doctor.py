@@ -137,7 +137,9 @@ def test_the_cpu_limit_of_a_container(versions: dict[str, str], monkeypatch: pyt
         assert next(f.found for f in doctor_checks.examine({}) if f.name == "cores") == found
 
 
-def test_another_keras_backend(versions: dict[str, str]) -> None:
+def test_another_keras_than_supported(versions: dict[str, str]) -> None:
+    versions["keras"] = "3.11.3"
+    assert problems()["Keras"].advice == "pip install 'keras>=3.12.0'"
     assert problems({"KERAS_BACKEND": "jax"})["Keras"].advice == "export KERAS_BACKEND=tensorflow"
 
 

@@ -11,15 +11,16 @@ import keras
 import pytest
 
 import hvpipe.keras
+from hvpipe.comm.versions import NEWEST_KERAS, OLDEST_KERAS
 from hvpipe.errors import InitError
 from hvpipe.keras import compat
-from hvpipe.keras.supported import NEWEST, OLDEST, check_installed
+from hvpipe.keras.supported import check_installed
 
 pytestmark = pytest.mark.quick
 
 SAYS = (
-    rf"Keras {keras.__version__} lacks\. .*tried with Keras {OLDEST} to {NEWEST}: "
-    rf"pip install 'keras>=3\.12,<={NEWEST}'\. Received: "
+    rf"Keras {keras.__version__} lacks\. .*tried with Keras {OLDEST_KERAS} to {NEWEST_KERAS}: "
+    rf"pip install 'keras>=3\.12,<={NEWEST_KERAS}'\. Received: "
 )
 # Names of this module, and one of TensorFlow that it does without.
 NOT_NEEDED = {"_", "_dataset"}
