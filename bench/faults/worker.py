@@ -92,7 +92,7 @@ class Job:
     def run(self) -> None:
         """Train from the newest checkpoint to the end, and print what the weights are."""
         begin = self._resume()
-        run = str(self._engine.broadcast_object(f"{os.getpid() % 2**24:06x}"))
+        run = str(self._engine.broadcast_object(f"{os.getpid() % 2**24:06x}", "run"))
         for step in range(begin, self._options.steps):
             self._train(step)
             if (step + 1) % EVERY == 0:
@@ -129,7 +129,7 @@ class Job:
 
     def _wait_for_parts(self) -> None:
         self._writer.wait_for_part()
-        self._writer.share_failure(self._engine.allgather_object)
+        self._writer.share_failure(lambda failure: self._engine.allgather_object(failure, "parts"))
 
     def _resume(self) -> int:
         found = newest_usable(self._folder, _Ranks(self._engine))
@@ -147,10 +147,10 @@ class _Ranks:
         self.rank, self.size = hvpipe.rank(), hvpipe.size()
 
     def broadcast(self, value: str | None) -> str | None:
-        return self._engine.broadcast_object(value)  # type: ignore[no-any-return]
+        return self._engine.broadcast_object(value, "resume")  # type: ignore[no-any-return]
 
     def gather(self, value: str | None) -> list[str | None]:
-        return self._engine.allgather_object(value)  # type: ignore[no-any-return]
+        return self._engine.allgather_object(value, "resume")  # type: ignore[no-any-return]
 
 
 def _be_late() -> None:

@@ -332,30 +332,33 @@ class Engine:
             return self._own_requests
         return int(self.core.requests())
 
-    def allgather_object(self, value: Any, what: str = "allgather_object") -> list[Any]:
+    def allgather_object(self, value: Any, what: str) -> list[Any]:
         """Return the plain values (see hvpipe.comm.objects) of all ranks; errors say `what` the user did."""
         self.agree(what)
         return self.world.allgather_object(value)
 
-    def gather_object(self, value: Any, what: str = "gather_object") -> list[Any] | None:
+    def gather_object(self, value: Any, what: str) -> list[Any] | None:
         """Return the plain values of all ranks, in rank order, on rank 0, and None on the others."""
         self.agree(what)
         return self.world.gather_object(value)
 
-    def broadcast_object(self, value: Any, root: int = 0, what: str = "") -> Any:
+    def broadcast_object(self, value: Any, what: str, root: int = 0) -> Any:
         """Return the plain value of rank `root` on every rank."""
-        self.agree(what or f"broadcast_object from rank {root}")
+        self.agree(what)
         return self.world.broadcast_object(value, root)
 
     def allgather_any_object(self, value: Any) -> list[Any]:
         """Return the user's values of all ranks, in rank order: pickled if ranks are trusted."""
         trusted = self.world.trusted
-        return [unpacked_for_user(o, trusted) for o in self.allgather_object(packed_for_user(value, trusted))]
+        everyone = self.allgather_object(packed_for_user(value, trusted), "allgather_object")
+        return [unpacked_for_user(data, trusted) for data in everyone]
 
     def broadcast_any_object(self, value: Any, root: int = 0) -> Any:
         """Return the user's value of rank `root` on every rank: pickled if ranks are trusted."""
         trusted, sends = self.world.trusted, self.world.rank == root
-        data = self.broadcast_object(packed_for_user(value, trusted) if sends else b"", root)
+        data = self.broadcast_object(
+            packed_for_user(value, trusted) if sends else b"", f"broadcast_object from rank {root}", root
+        )
         return value if sends else unpacked_for_user(data, trusted)
 
     def send(self, array: Any, peer: int, tag: int, what: str) -> Any:

@@ -23,6 +23,7 @@ Item = tuple[str, str]
 _MAY_DIFFER = frozenset(("seed", "build_config", "compile_config", "shared_object_id"))
 _SHAPES = frozenset(("batch_shape", "batch_input_shape", "shape"))
 _LINKS = frozenset(("keras_history", "input_layers", "output_layers"))
+_WHAT = "comparing the models of all ranks"
 _NUMBERED = re.compile(r"_\d+$")
 
 
@@ -36,10 +37,10 @@ def check_same_model(session: Session, model: Any) -> None:
 def check_same(session: Session, wanted: str, items: Iterable[Item]) -> None:
     """Raise MismatchError, on every rank, unless all ranks have the same versions and items; collective."""
     mine = [("Keras", keras.__version__), ("TensorFlow", tf.__version__), *items]
-    digests = session.engine.allgather_object(hashlib.sha256(repr(mine).encode()).hexdigest())
+    digests = session.engine.allgather_object(hashlib.sha256(repr(mine).encode()).hexdigest(), _WHAT)
     if len(set(digests)) == 1:
         return
-    everyone = session.engine.allgather_object(mine)
+    everyone = session.engine.allgather_object(mine, _WHAT)
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     pairs = zip(everyone[0], everyone[rank], strict=False)
     nothing = (("the number of settings", str(len(found))) for found in (everyone[0], everyone[rank]))

@@ -37,6 +37,9 @@ from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
 
+# Where ranks meet, as errors say it.
+_OPENING, _CHECKING = "opening the checkpoints", "checking the checkpoint"
+
 
 @dataclass(frozen=True)
 class CheckpointOptions:
@@ -89,7 +92,7 @@ class CheckpointedFit:
         """Find the checkpoint to resume from; collective. `params` are those of the callback."""
         session, options, world = self._session, self._options, self._session.world
         newly_locked = self._check_folder()
-        run = session.engine.broadcast_object(secrets.token_hex(3))
+        run = session.engine.broadcast_object(secrets.token_hex(3), _OPENING)
         found = newest_usable(options.folder, _Agreement(session))
         if newly_locked:  # what a killed job was writing takes room that the next checkpoint may need
             folders.abandon(options.folder, [left.name for left in folders.incomplete(options.folder)])
@@ -232,7 +235,7 @@ class CheckpointedFit:
         if self._ranks_before is None:
             self._ranks_before = self._world.size
         # Lost ranks may have written parts of a checkpoint of this step.
-        self._run = session.engine.broadcast_object(secrets.token_hex(3))
+        self._run = session.engine.broadcast_object(secrets.token_hex(3), "saving what is left")
         self._count_ranks(gives_up=lambda: session.lost is not None)
         self._write()
         try:
@@ -263,7 +266,7 @@ class CheckpointedFit:
         Return, on rank 0, whether this process has locked it now, so nobody writes there.
         """
         session, folder = self._session, self._options.folder
-        probe = f".seen-{session.engine.broadcast_object(secrets.token_hex(6))}"
+        probe = f".seen-{session.engine.broadcast_object(secrets.token_hex(6), _OPENING)}"
 
         def make() -> bool:
             claimed = ""
@@ -493,10 +496,10 @@ class _Agreement:
 
     def broadcast(self, value: str | None) -> str | None:
         """Return rank 0's value on every rank."""
-        found: str | None = self._session.engine.broadcast_object(value)
+        found: str | None = self._session.engine.broadcast_object(value, _CHECKING)
         return found
 
     def gather(self, value: str | None) -> list[str | None]:
         """Return the values of all ranks, in rank order. Some may be reading large files until now."""
-        self._session.agree_patiently("checking the checkpoint", self._session.settings.timeout_s)
-        return self._session.engine.allgather_object(value)
+        self._session.agree_patiently(_CHECKING, self._session.settings.timeout_s)
+        return self._session.engine.allgather_object(value, _CHECKING)

@@ -139,7 +139,7 @@ def register_all(process_sets: Iterable[ProcessSet | Sequence[int]]) -> list[Pro
     for each in given:
         _read_ranks(each)
     everyone = list(range(current().world.size))
-    by_rank = current().engine.allgather_object([each.ranks for each in given])
+    by_rank = current().engine.allgather_object([each.ranks for each in given], "process sets given to init")
     for rank, listed in enumerate(by_rank):
         for place, ranks in enumerate(listed):
             if ranks == everyone or ranks in listed[:place]:

@@ -145,7 +145,7 @@ class EntryCounter:
             known, self._count = _counting_graph(graph, losses, signature)
         self._entries = [
             entries.setdefault(losses[i].index, tf.Variable(1.0, trainable=False, name="entries_of_batch"))
-            for i in session.engine.broadcast_object(known, data_rank, "the losses of a new kind of batch")
+            for i in session.engine.broadcast_object(known, "the losses of a new kind of batch", data_rank)
         ]
 
     def count(self, inputs: Sequence[Any], targets: Sequence[Any]) -> None:

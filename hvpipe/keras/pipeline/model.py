@@ -207,7 +207,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         """The `fit` that runs."""
         self.samples_trained = 0
         """Samples of all steps, of the whole pipeline."""
-        self._hosts = session.engine.allgather_object(session.world.host)
+        self._hosts = session.engine.allgather_object(session.world.host, "pipeline_parallel")
         self._tells_layout = False  # at the next step
         self._has_told_layout = False
         self._forget_compiled()

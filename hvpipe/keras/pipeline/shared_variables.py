@@ -106,7 +106,7 @@ class SharedVariables:
             return
         mine = {(self._numbers[id(v)], name_of(v)): checksum(v) for v in self._own}
         values: dict[tuple[int, str], set[int]] = {}
-        for of_rank in self._session.engine.allgather_object(mine):
+        for of_rank in self._session.engine.allgather_object(mine, "comparing shared variables"):
             for key, value in of_rank.items():
                 values.setdefault(key, set()).add(value)
         differ = [name for (_, name), found in sorted(values.items()) if len(found) > 1]

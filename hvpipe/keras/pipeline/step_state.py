@@ -68,7 +68,7 @@ class StepState:
             for number, layer in enumerate(layers)
             for stage, of_stage in functions.items()
         }
-        everyone = session.engine.allgather_object(mine) if layers else []
+        everyone = session.engine.allgather_object(mine, "statistics of shared layers") if layers else []
         counts = {key: count for of_rank in everyone for key, count in of_rank.items() if count}
         for (number, stage), count in sorted(counts.items()):
             layer = layers[number]

@@ -29,7 +29,7 @@ def test_they_travel_with_every_kind_of_exchange() -> None:
     engine = current().engine
     if hvpipe.rank() == 0:
         engine.request(STOP)
-    engine.broadcast_object("anything")
+    engine.broadcast_object("anything", "test")
     assert engine.requests() == STOP
     engine.request(STOP, False)
     engine.agree("the next exchange")
