@@ -21,7 +21,7 @@ enum class Flight : std::uint32_t {
   kWaits = 6,   // training waits for the sum of a bucket
   kStalled = 7,
   kFailed = 8,
-  kNote = 9,  // from Python
+  kNote = 9,
 };
 
 // A ring of events in memory. With a path, the memory is a mapped file: the kernel keeps what was written,

@@ -164,8 +164,11 @@ void BindEngine(EngineClass& engine) {
           },
           nb::arg("message"))
       .def(
-          "note", [](Engine& self, const std::string& text) { self.flight().Add(Flight::kNote, text, 0); },
-          nb::arg("text"))
+          "note_step",
+          [](Engine& self, const std::string& name, std::uint64_t step) {
+            self.flight().Add(Flight::kStep, name, step);
+          },
+          nb::arg("name"), nb::arg("step"))
       .def(
           "end", [](Engine& self, const std::string& why) { self.flight().End(why); }, nb::arg("why"))
       .def("watch", &Engine::Watch, nb::arg("on"))

@@ -190,7 +190,7 @@ def to_text(records: Records) -> str:
         ended = f"ended {_end_words(flight, first=flight is first)}"
         if flight.rank in records.running:
             ended = f"still runs, its last sign of life at {_clock(flight.heard_s)}"
-        lines.append(f"  rank {flight.rank} on {flight.host}: {flight.steps} steps; {ended}")
+        lines.append(f"  rank {flight.rank} on {flight.host}: {flight.steps} steps begun; {ended}")
         if flight.frozen is not None:
             lines.append(f"    {_frozen_words(flight)}")
         wait = open_wait(flight)
@@ -253,7 +253,7 @@ def verdict(flights: Sequence[Flight], code: int | None = None) -> str:
 
 
 def _ended_first(first: Flight, code: int | None = None) -> str:
-    steps = f" after {first.steps} steps" if first.steps else ""
+    steps = f", having begun {first.steps} steps" if first.steps else ""
     return f"{_name(first)} ended first{steps}, {_end_words(first, code, first=True)}"
 
 

@@ -497,6 +497,8 @@ class Engine:
         """
         now = time.perf_counter if self.core is None else import_native().now
         start_s = now()
+        if category == "step" and self.core is not None and self._recorded_steps >= 0:
+            self.core.note_step(name, self._recorded_steps)
         self._in_step |= category == "step"
         try:
             yield

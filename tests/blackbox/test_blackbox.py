@@ -44,7 +44,7 @@ TOLD = {"signal": 15}
         pytest.param(
             [flight(0, 5.3, **TOLD), flight(1, None, heard_s=5.0), flight(2, 5.3, **TOLD)],
             1,
-            "Rank 1 on h0 (pid 101) ended first after 8 steps, without a word",
+            "Rank 1 on h0 (pid 101) ended first, having begun 8 steps, without a word",
             id="killed",
         ),
         pytest.param(
@@ -231,7 +231,7 @@ def test_a_running_job_has_not_been_killed(tmp_path: Path, capsys: pytest.Captur
     told = capsys.readouterr().out
     assert "What happened: nothing yet: ranks 0, 1 still run." in told
     assert f"The newest start that has ended: hvpipe blackbox {tmp_path}/20260101-000000-aaaa\n" in told
-    assert "8 steps; still runs, its last sign of life at" in told
+    assert "8 steps begun; still runs, its last sign of life at" in told
     assert cli.main(["blackbox", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "nothing yet: ranks 0, 1 still run."
@@ -243,7 +243,7 @@ def test_one_rank_of_a_running_job_has_ended(tmp_path: Path) -> None:
     (tmp_path / "rank-0.flight").write_bytes(_recorded_here(time.time()))
     (tmp_path / "rank-1.flight").write_bytes(recorded(1))
     told = to_text(read_records(tmp_path))
-    assert "Rank 1 on h0 (pid 4242) ended first after 8 steps" in told
+    assert "Rank 1 on h0 (pid 4242) ended first, having begun 8 steps" in told
     assert "by ValueError: a bug. Rank 0 still runs." in told
 
 
@@ -273,5 +273,5 @@ def test_one_rank_of_a_running_job_was_killed(tmp_path: Path) -> None:
     (tmp_path / "rank-0.flight").write_bytes(_recorded_here(time.time()))
     (tmp_path / "rank-1.flight").write_bytes(_recorded_here(time.time(), gone.pid, 1))
     told = to_text(read_records(tmp_path))
-    assert f"(pid {gone.pid}) ended first after 8 steps, without a word" in told
+    assert f"(pid {gone.pid}) ended first, having begun 8 steps, without a word" in told
     assert "Rank 0 still runs." in told
