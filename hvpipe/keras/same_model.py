@@ -2,152 +2,209 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvpipe.errors import MismatchError
-from hvpipe.keras.compat import layers_in
+from hvpipe.keras.compat import Functional, layers_in, nodes_by_depth
 from hvpipe.session import Session
 
-Item = tuple[str, str]
-"""What is compared, and this rank's value of it."""
+logger = logging.getLogger("hvpipe")
 
-# Ranks draw and build for themselves: seeds and values come from rank 0, and batches may differ in size.
-_MAY_DIFFER = frozenset(("seed", "build_config", "compile_config", "shared_object_id"))
-_SHAPES = frozenset(("batch_shape", "batch_input_shape", "shape"))
-_LINKS = frozenset(("keras_history", "input_layers", "output_layers"))
+# Ranks draw and build for themselves: values come from rank 0, and batches may differ in size and length.
+_MAY_DIFFER = re.compile(
+    "(.*_)?(seed|initializer)|batch_size|(batch_|batch_input_|build_input_)?shape|(build|compile)_config"
+    "|shared_object_id"
+)
 _WHAT = "comparing the models of all ranks"
 _NUMBERED = re.compile(r"_\d+$")
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
+
+
+class Item(NamedTuple):
+    """What is compared, and this rank's value of it.
+
+    Attributes:
+        place: Whose setting it is.
+        value: Its value, as errors say it.
+        own: Whether it is an argument of a class of the user's own, whose meaning hvpipe does not know.
+    """
+
+    place: str
+    value: str
+    own: bool = False
 
 
 def check_same_model(session: Session, model: Any) -> None:
     """Raise MismatchError, on every rank, unless all ranks train the same model; collective."""
-    optimizer = _flat("optimizer", _plain(without_rates(settings_of(model.optimizer)), {}))
-    items = [*layer_items(layers_in(model)), *optimizer, *loss_items(model)]
+    items = [*layer_items(layers_in(model)), *_settings("optimizer", model.optimizer), *loss_items(model)]
     check_same(session, "All ranks should train the same model", items)
 
 
 def check_same(session: Session, wanted: str, items: Iterable[Item]) -> None:
-    """Raise MismatchError, on every rank, unless all ranks have the same versions and items; collective."""
-    mine = [("Keras", keras.__version__), ("TensorFlow", tf.__version__), *items]
+    """Raise MismatchError, on every rank, unless all ranks have the same versions and items; collective.
+
+    Of an argument of the user's own class that differs rank 0 warns.
+    """
+    mine = [Item("Keras", keras.__version__), Item("TensorFlow", tf.__version__), *items]
     digests = session.engine.allgather_object(hashlib.sha256(repr(mine).encode()).hexdigest(), _WHAT)
     if len(set(digests)) == 1:
         return
-    everyone = session.engine.allgather_object(mine, _WHAT)
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    pairs = zip(everyone[0], everyone[rank], strict=False)
-    nothing = (("the number of settings", str(len(found))) for found in (everyone[0], everyone[rank]))
-    here, there = next(((one, two) for one, two in pairs if one != two), tuple(nothing))
-    said = f"{there[0]} {there[1]}" if there[0] != here[0] else there[1]
-    raise MismatchError(f"{wanted}. Received: {here[0]} {here[1]} on rank 0 and {said} on rank {rank}")
+    everyone = [[Item(*one) for one in of_rank] for of_rank in session.engine.allgather_object(mine, _WHAT)]
+    for own in (False, True):
+        first, *others = ([one for one in items if one.own == own] for items in everyone)
+        for rank, theirs in enumerate(others, 1):
+            if differs := _difference(first, theirs):
+                here, there = differs
+                said = f"{there.place} {there.value}" if there.place != here.place else there.value
+                found = f"{here.place} {here.value} on rank 0 and {said} on rank {rank}"
+                if not own:
+                    raise MismatchError(f"{wanted}. Received: {found}")
+                if session.world.rank == 0:
+                    logger.warning(
+                        "hvpipe: %s. If it decides what is computed, give all ranks the same value.", found
+                    )
+                return
+
+
+def _difference(ours: Sequence[Item], theirs: Sequence[Item]) -> tuple[Item, Item] | None:
+    """Return the first items that differ; None if none do."""
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            return one, other
+    if len(ours) == len(theirs):
+        return None
+    what = "the number of settings"
+    return Item(what, str(len(ours))), Item(what, str(len(theirs)))
 
 
 def layer_items(layers: Sequence[Any]) -> Iterator[Item]:
-    """Yield the settings of layers, if their `get_config` has them. Names that Keras numbers do not count."""
-    names = {name: f"#{place}" for place, one in enumerate(layers) if (name := getattr(one, "name", None))}
-    for place, layer in enumerate(layers):
-        kind = type(layer).__name__
-        yield f"the class of layer {place}:", kind
-        yield from _flat(f"layer {place} ({kind})", _plain(settings_of(layer), names))
+    """Yield classes and settings of layers, and the calls in functional models. Names do not count."""
+    with _without_constants():
+        for place, layer in enumerate(layers):
+            kind = type(layer).__name__
+            said = f"layer {place} ({kind})"
+            yield Item(f"the class of layer {place}:", kind)
+            if isinstance(layer, Functional):
+                yield from _calls(said, layer)
+            if not (isinstance(layer, keras.Model) and _is_of_keras(layer)):  # its layers have their own
+                yield from _settings(said, layer)
+
+
+def _calls(place: str, functional: Any) -> Iterator[Item]:
+    """Yield which operation reads the tensors of which others."""
+    made: dict[int, int] = {}
+    nodes = nodes_by_depth(functional)
+    for number, node in enumerate(node for depth in sorted(nodes, reverse=True) for node in nodes[depth]):
+        reads = ", ".join(f"call {made[id(tensor)]}" for tensor in node.arguments.keras_tensors)
+        made |= {id(tensor): number for tensor in node.outputs}
+        yield Item(f"call {number} in {place}:", f"{type(node.operation).__name__} of {reads or 'nothing'}")
 
 
 def loss_items(model: Any) -> Iterator[Item]:
     """Yield what a model was compiled with to compute its loss."""
     for name in ("loss", "loss_weights"):
-        yield from _flat(name, _plain(getattr(model, name, None), {}))
+        value = getattr(model, name, None)
+        if isinstance(value, keras.losses.Loss):
+            yield from _settings(name, value)
+        else:
+            yield from _flat(name, _plain(value))
 
 
-def settings_of(thing: Any) -> Mapping[str, Any]:
-    """Return the class of a layer or optimizer, and its config if it has one."""
-    found = {"class": type(thing).__name__}
+@contextlib.contextmanager
+def _without_constants() -> Iterator[None]:
+    """Let no initializer turn a large array into a list: initializers are not compared."""
+    constant = keras.initializers.Constant
+    get_config = constant.get_config
+    constant.get_config = lambda self: {}
+    try:
+        yield
+    finally:
+        constant.get_config = get_config
+
+
+def _settings(place: str, thing: Any) -> Iterator[Item]:
+    """Yield the class of a layer, loss or optimizer, and its config if it has one."""
+    yield Item(f"{place} class:", type(thing).__name__)
+    yield from _flat(place, _plain(_without_rates(_config_of(thing))), not _is_of_keras(thing))
+
+
+def _is_of_keras(thing: Any) -> bool:
+    return type(thing).__module__.partition(".")[0] == "keras"
+
+
+def _config_of(thing: Any) -> dict[str, Any]:
+    """Return the config without the name; {} if there is none."""
     # Not the method of the instance: data_parallel's finishes an update first.
     read = getattr(type(thing), "get_config", None)
     try:
         config = read(thing) if read is not None else {}
     except Exception:  # whatever the user's own code raises: then it cannot be compared
-        return found
-    return {**config, **found} if isinstance(config, dict) else found
+        return {}
+    return {key: one for key, one in config.items() if key != "name"} if isinstance(config, dict) else {}
 
 
-def without_rates(settings: Any) -> Any:
+def _without_rates(settings: Any) -> Any:
     """Leave out learning rates that are numbers: all ranks take rank 0's."""
     if not isinstance(settings, Mapping):
         return settings
     return {
-        name: without_rates(value)
+        name: _without_rates(value)
         for name, value in settings.items()
         if not (name == "learning_rate" and isinstance(value, (int, float)))
     }
 
 
-def _plain(value: Any, names: Mapping[str, str]) -> Any:
-    """Return what can be compared: values without addresses of objects, and layers by their place."""
+def _plain(value: Any) -> Any:
+    """Return what can be compared: values without addresses of objects, names and layers inside."""
     if isinstance(value, Mapping):
-        return _plain_dict(value, names)
+        return _plain_dict(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(one, names) for one in value]
+        return [_plain(one) for one in value]
     if isinstance(value, str):
-        return "a path" if os.sep in value else _NUMBERED.sub("", value) if value in names else value
+        return "a path" if os.sep in value else _ADDRESS.sub("", value)
     if isinstance(value, (bool, int, float, type(None))):
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return hashlib.sha256(value.tobytes()).hexdigest()[:8]
     if isinstance(value, np.generic):
-        return _plain(value.item(), names)
+        return _plain(value.item())
     if isinstance(value, keras.losses.Loss):
-        return _plain(settings_of(value), names)
+        return {"class": type(value).__name__, **_plain(_config_of(value))}
     return getattr(value, "__name__", type(value).__name__)
 
 
-def _plain_dict(value: Mapping[str, Any], names: Mapping[str, str]) -> Any:
+def _plain_dict(value: Mapping[Any, Any]) -> Any:
     if value.get("class_name") == "__lambda__":  # its code names files
         return "a lambda"
-    if isinstance(value.get("layers"), list):  # of a model; those that are only operations are numbered, too
-        named = [one.get("config") for one in value["layers"] if isinstance(one, Mapping)]
-        found_here = [str(one.get("name")) for one in named if isinstance(one, Mapping)]
-        names = {**{name: f"operation {place}" for place, name in enumerate(found_here)}, **names}
     config = value.get("config")
-    own = names.get(str(config.get("name")), "") if isinstance(config, Mapping) else ""
-    if own.startswith("#"):  # a layer, which has items of its own
-        value = {"class_name": value.get("class_name"), "inbound_nodes": value.get("inbound_nodes")}
-    found: dict[str, Any] = {}
+    if isinstance(config, Mapping) and "trainable" in config:
+        return "a layer"  # with items of its own
+    found: list[tuple[str, Any]] = []
     for key, one in value.items():
-        if key in _MAY_DIFFER:
-            continue
-        if key in _SHAPES and isinstance(one, (list, tuple)):
-            one = one[1:]
-        if key in _LINKS:
-            found[str(key)] = _places(one, names)
-        elif key == "name" and isinstance(one, str):
-            found[key] = _NUMBERED.sub("", one)
-        else:
-            found[str(key)] = _plain(one, names)
-    return found
+        if not _MAY_DIFFER.fullmatch(str(key)):
+            found.append((_NUMBERED.sub("", str(key)), _plain(one)))
+    found.sort(key=repr)  # dicts that are made from sets have another order on each rank
+    again = ("" if not n or found[n - 1][0] != key else f" ({n})" for n, (key, _) in enumerate(found))
+    return {key + number: one for (key, one), number in zip(found, again, strict=True)}
 
 
-def _places(links: Any, names: Mapping[str, str]) -> Any:
-    """Return links between the layers of a model, with places instead of names."""
-    if isinstance(links, Mapping):
-        return {key: _places(one, names) for key, one in links.items()}
-    if isinstance(links, (list, tuple)):
-        return [_places(one, names) for one in links]
-    return names.get(links, links) if isinstance(links, str) else links
-
-
-def _flat(place: str, value: Any) -> Iterator[Item]:
+def _flat(place: str, value: Any, own: bool = False) -> Iterator[Item]:
     """Yield the values in nested dicts and lists, with their places."""
     if isinstance(value, Mapping):
         for key, one in value.items():
-            yield from _flat(f"{place} {key}".strip(), one)
+            yield from _flat(f"{place} {key}", one, own)
     elif isinstance(value, list) and any(isinstance(one, (Mapping, list)) for one in value):
         for number, one in enumerate(value):
-            yield from _flat(f"{place}[{number}]", one)
+            yield from _flat(f"{place}[{number}]", one, own)
     else:
-        yield f"{place}:", repr(value)
+        yield Item(f"{place}:", repr(value), own)

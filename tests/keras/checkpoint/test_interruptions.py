@@ -120,7 +120,8 @@ def test_restarts_after_a_rank_was_killed(tmp_path: Path, wanted: str) -> None:
     assert job.end() == 0, job.output
     assert state_in(job.output) == wanted
     assert job.output.count("Starting it again from") in (1, 2), job.output
-    assert re.search(r"Rank 1 on .* ended first, having begun 8 steps, without a word", job.output), job.output
+    says = r"Rank 1 on .* ended first, having begun 8 steps, without a word"
+    assert re.search(says, job.output), job.output
 
 
 class StandIn:
