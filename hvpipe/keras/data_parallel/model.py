@@ -148,7 +148,7 @@ def data_parallel(
             else "ignore".
         samples: A function of a batch, as `train_step` gets it, that returns how many samples it has: what
             your loss divides by. Ranks are weighted by it. None: the length of the first target that has a
-            loss; without targets, of the sample weights, else of the inputs, which must agree.
+            loss; else of the targets, else of the sample weights, else of the inputs, which must agree.
 
     Returns:
         The same model.
@@ -180,6 +180,7 @@ def data_parallel(
         sync_batch_norm=sync_batch_norm,
         verify_every=verify_every,
         nonfinite=nonfinite,
+        samples=samples,
     )
     mode = overlap_named(overlap)
     given = (every, outer_learning_rate, outer_momentum)

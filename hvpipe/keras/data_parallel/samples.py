@@ -13,22 +13,22 @@ from hvpipe.keras.compat import compiled_loss, user_losses
 from hvpipe.keras.gpu import on_the_host
 
 _ASKS = (
-    "The inputs of a batch without targets and sample weights should all have as many samples, or hvpipe "
-    "cannot weight the ranks: pass samples= to data_parallel, a function of the batch that returns the "
-    "number that your loss divides by. Received:"
+    "Targets of a batch should all have as many samples if no compiled loss uses them, and so should the "
+    "inputs of a batch without targets, or hvpipe cannot weight the ranks: pass samples= to data_parallel, a "
+    "function of the batch that returns the number that your loss divides by. Received:"
 )
 
 
 class SamplesIn:
     """Counts the samples of a batch as `train_step` gets it, eagerly or in a graph: `samples_in(batch)`.
 
-    That is the length of the first target that has a loss; without targets, of the sample weights; without
-    these, of the inputs.
+    That is the length of the first target that has a loss; else of the targets; without any, of the sample
+    weights; without these, of the inputs.
 
     Args:
         model: The model, whose compiled loss says which targets count.
         chosen: What the user counts by instead, or None.
-        strict: Whether inputs must agree. They need not on a single rank, where nothing is weighted.
+        strict: Whether lengths must agree. They need not on a single rank, where nothing is weighted.
     """
 
     def __init__(
@@ -42,22 +42,24 @@ class SamplesIn:
         """Return the number of samples, a scalar.
 
         Raises:
-            HvpipeError: If there are only inputs, and they differ in length. In a graph an operation fails if
-                only the data tells.
+            HvpipeError: If no loss tells which of them counts, and they differ in length. In a graph an
+                operation fails if only the data tells.
         """
         if self._chosen is not None:
             return _scalar(self._chosen(batch))
         x, y, sample_weight = _unpacked(batch)
         loss = compiled_loss(self._model)
         targets = _with_a_loss(y, None if loss is None else user_losses(loss), _output_names(self._model))
-        for leaves in (targets, _leaves(y), _leaves(sample_weight)):
+        for leaves in (targets, *map(_leaves, (y, sample_weight, x))):
             counted = [leaf for leaf in leaves if _has_samples(leaf)]
-            if counted:
+            if counted and (leaves is targets or not self._strict):
                 return _length(counted[0])
-        inputs = [leaf for leaf in _leaves(x) if _has_samples(leaf)]
-        if self._strict:
-            return _equal_length(inputs, [leaf for leaf in _leaves(x) if not hasattr(leaf, "shape")])
-        return _length(inputs[0]) if inputs else 1
+            if counted:
+                return _equal_length(counted)
+        others = [leaf for leaf in _leaves(x) if not hasattr(leaf, "shape")]
+        if others and self._strict:
+            raise HvpipeError(f"{_ASKS} a {type(others[0]).__name__}, which has no shape")
+        return 1
 
 
 class SampleCounter:
@@ -160,17 +162,15 @@ def _length(leaf: Any) -> Any:
     return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0]
 
 
-def _equal_length(leaves: list[Any], others: list[Any]) -> Any:
-    """Return the length that all leaves have; 1 if there are only numbers. `others` have no length."""
+def _equal_length(leaves: list[Any]) -> Any:
+    """Return the length that all leaves have."""
     lengths = [_length(leaf) for leaf in leaves]
     known = {n for n in lengths if isinstance(n, int)}
     open_ones = [tf.cast(n, tf.int64) for n in lengths if not isinstance(n, int)]
     if len(known) > 1:
         raise HvpipeError(f"{_ASKS} axes of length {sorted(known)}")
-    if others and not lengths:
-        raise HvpipeError(f"{_ASKS} a {type(others[0]).__name__}, which has no shape")
     if len(lengths) < 2 or not open_ones:
-        return lengths[0] if lengths else 1
+        return lengths[0]
     every = tf.stack([*open_ones, *(tf.constant(n, tf.int64) for n in known)])
     equal = tf.reduce_all(tf.equal(every, every[0]))
     if tf.executing_eagerly():

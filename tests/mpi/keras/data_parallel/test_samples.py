@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import keras
@@ -82,10 +83,12 @@ def test_which_axis_counts() -> None:
         ([None, "mse"], (rows(3), (a, b)), 6),
         ({"b": "mse"}, (rows(3), {"a": a, "b": b}), 6),
         ({"b": "mse", "a": "mse"}, (rows(3), (a, b)), 6),
-        (None, (rows(3), {"b": b, "a": a}), 5),
+        (None, (rows(3), {"b": b, "a": rows(6)}), 6),
     ):
         assert int(SamplesIn(compiled(loss))(batch)) == wanted, (loss, batch)
     count = SamplesIn(compiled("mse"))
+    with pytest.raises(HvpipeError, match=r"if no compiled loss uses them.*axes of length \[5, 6\]"):
+        SamplesIn(compiled(None))((rows(3), {"b": b, "a": a}))
     several = ([sparse, rows(3)],)
     with pytest.raises(HvpipeError, match=r"axes of length \[3, 4\]"):
         count(several)
@@ -119,6 +122,13 @@ def test_graphs_count_and_not_their_edges() -> None:
         level_after(Graphs(), x, y, samples=lambda batch: [1, 2])
     with pytest.raises(HvpipeError, match=r"a function of a batch, or None\. Received: samples=3"):
         hk.data_parallel(Graphs(), samples=3)
+
+
+def test_copies_have_all_options() -> None:
+    """Regression: a copy counted samples in its own way."""
+    again = vars(hk.data_parallel(Graphs(), samples=len))["_hvpipe_again"]
+    assert {"model", *again.keywords} == set(inspect.signature(hk.data_parallel).parameters)
+    assert again.keywords["samples"] is len
 
 
 def test_only_batches_that_are_equal_as_a_whole_cause_a_warning(recwarn: pytest.WarningsRecorder) -> None:
