@@ -21,6 +21,7 @@ from hvpipe.comm.flight_record import (
     flight_path,
     flight_path_without_lost,
     keep_record,
+    tell_recorder,
 )
 from hvpipe.comm.job_folder import abort_sign, tell_end, tell_joined
 from hvpipe.comm.native import LeftToParent, import_native
@@ -197,6 +198,7 @@ class Session:
 
         before = self.world
         assert isinstance(before, MpiWorld)
+        tell_recorder(f"PeerError: {self.lost}")  # that of the engine before stays
         while True:
             assert isinstance(self.world, MpiWorld)
             self.world = self.world.survivors()

@@ -134,3 +134,4 @@ def test_too_few_ranks(tmp_path: Path) -> None:
     assert result.returncode == 69, result.describe()
     assert "2 ranks are left, and --min-np asks for 3" in result.output, result.describe()
     assert "goes on" not in result.output
+    assert re.search(r"Rank 2 on .* ended first, having begun 7 steps, without a word", result.output)

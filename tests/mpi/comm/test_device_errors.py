@@ -111,7 +111,7 @@ def test_more_ranks_than_devices_is_an_error(libraries: Libraries, monkeypatch: 
 
 def test_host_memory_on_one_rank_is_a_mismatch(libraries: Libraries) -> None:
     needs_others()
-    engine = open_engine(libraries, "host", timeout_s=2.5)
+    engine = open_engine(libraries, "host", timeout_s=5.0)
     engine.use_device()
     array = np.ones(10, np.float32)
     if hvpipe.rank() == 0:
@@ -137,7 +137,7 @@ def test_a_background_failure_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, variable: str, how: str, kind: type[Exception], says: str
 ) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=2.5)
+    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
     engine.use_device()
     monkeypatch.setenv(variable, how)
     array = OnDevice(np.ones(10, np.float32))
@@ -151,7 +151,7 @@ def test_a_background_failure_ends_the_engine(
 
 def test_an_abort_that_hangs_does_not_delay_the_error(libraries: Libraries, monkeypatch: Any) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=2.5)
+    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
     engine.use_device()
     monkeypatch.setenv("FAKE_NCCL_ABORT", "hang")
     monkeypatch.setenv("FAKE_NCCL", "async")
@@ -168,7 +168,7 @@ def test_an_abort_that_hangs_does_not_delay_the_error(libraries: Libraries, monk
 def test_a_rank_that_leaves_late_is_no_error_on_the_others(libraries: Libraries, way: str) -> None:
     """Rank 0 leaves late when it writes a long trace. NCCL and MPI wait for it, but not forever."""
     needs_others()
-    engine = open_engine(libraries, way, timeout_s=2.5)
+    engine = open_engine(libraries, way, timeout_s=5.0)
     engine.use_device()
     if hvpipe.rank() == 0:
         time.sleep(3)
@@ -180,7 +180,7 @@ def test_a_bucket_that_hangs_in_nccl_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, way: str
 ) -> None:
     needs_others()
-    engine = open_engine(libraries, way, timeout_s=2.5)
+    engine = open_engine(libraries, way, timeout_s=5.0)
     if "by NCCL" not in engine.use_device():
         pytest.skip("hosts with different numbers of ranks")
     plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
