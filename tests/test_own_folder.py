@@ -382,6 +382,7 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pyte
     with gzip.open(trace, "wb", 1) as file:
         file.write(bytes(1 << 20))
     assert trace.stat().st_size < 1 << 14
+    assert (sys.modules["hvpipe.trace.events"]._MOST_BYTES, status_files._MOST_BYTES) == (1 << 30, 64 << 20)
     monkeypatch.setattr(sys.modules["hvpipe.trace.events"], "_MOST_BYTES", 1 << 16)
     with pytest.raises(HvpipeError, match="more than 65,536 bytes"):
         Trace.read(trace)

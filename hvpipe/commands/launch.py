@@ -169,7 +169,7 @@ def launcher_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str,
 
 
 def _port_settings(family: Family, ports: range) -> dict[str, str]:
-    """Return the variables by which Hydra, MPI and libfabric's TCP choose their ports."""
+    """Return the variables by which Hydra, MPI, and libfabric's and UCX' TCP choose ports."""
     both = f"{ports[0]}:{ports[-1]}"
     names = ("MPIEXEC_PORT_RANGE", "MPIR_CVAR_CH3_PORT_RANGE")
     if family == "Intel MPI":
@@ -178,6 +178,7 @@ def _port_settings(family: Family, ports: range) -> dict[str, str]:
         **dict.fromkeys(names, both),
         "FI_TCP_PORT_LOW_RANGE": str(ports[0]),
         "FI_TCP_PORT_HIGH_RANGE": str(ports[-1]),
+        "UCX_TCP_PORT_RANGE": f"{ports[1]}-{ports[-1]}",
     }
 
 

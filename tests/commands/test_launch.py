@@ -222,6 +222,7 @@ def test_settings_for_what_hydra_has_no_flags_for() -> None:
     ports = launcher_settings(replace(SPEC, mpirun=MPICH, ports=range(40_000, 40_101)), {})
     assert ports["MPIEXEC_PORT_RANGE"] == ports["MPIR_CVAR_CH3_PORT_RANGE"] == "40000:40100"
     assert (ports["FI_TCP_PORT_LOW_RANGE"], ports["FI_TCP_PORT_HIGH_RANGE"]) == ("40000", "40100")
+    assert ports["UCX_TCP_PORT_RANGE"] == "40001-40100"
     in_slurm = launcher_settings(replace(SPEC, mpirun=MPICH, allocated=True), {"SLURM_MPI_TYPE": "pmix"})
     assert in_slurm == {"SLURM_MPI_TYPE": "none"}
 
