@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.compat import layers_in
 from hvpipe.keras.data_parallel.backward_order import order_backward
 from hvpipe.keras.gpu import on_the_host, reduces_on_gpu
@@ -20,6 +22,8 @@ from hvpipe.keras.variables import identity, name_of
 from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
 from hvpipe.plan.compression import compression_named
 from hvpipe.session import Session
+
+logger = logging.getLogger("hvpipe")
 
 _GPU = "GPU:0"
 
@@ -43,6 +47,8 @@ class ReduceOptions:
         on_stream: The step collects only after it has submitted everything. On a GPU the sums are then waited
             for on TensorFlow's stream, and the host goes on.
         nonfinite: What to do where a sum is NaN or Inf: "raise", "skip" or "ignore".
+        places: The variables' numbers in a list that is the same on all ranks; (): 0, 1, 2 ... Ranks that
+            train different parts of it differ, also if the parts have equal shapes.
     """
 
     compression: str | None = None
@@ -53,6 +59,7 @@ class ReduceOptions:
     tables_agreed: bool = False
     slices: bool = True
     nonfinite: str = "ignore"
+    places: tuple[int, ...] = ()
 
 
 class BucketReducer:
@@ -74,12 +81,12 @@ class BucketReducer:
         self.variables = list(variables)
         gradients = [
             Gradient(
-                f"{place} {name_of(v)}",
+                f"{place} {_role(v)}",
                 tuple(map(int, v.shape)),
                 tf.as_dtype(v.dtype).name,
                 identity(v) in options.tables,
             )
-            for place, v in enumerate(variables)
+            for place, v in zip(options.places or range(len(variables)), variables, strict=True)
         ]
         self._compression = compression_named(options.compression)
         # A second phase waits for the first, but sums of NCCL may wait for all submits of a step.
@@ -274,6 +281,14 @@ class BucketReducer:
         return [self.variables[place] for place in bucket.members]
 
 
+def _role(variable: Any) -> str:
+    """Return what a variable is to its layer: "kernel". The engine compares it, with place, shape and dtype.
+
+    Layers may have another name on each rank, and a loaded model has shorter paths.
+    """
+    return name_of(variable).rpartition("/")[2]
+
+
 def _table_bytes(session: Session, on_device: bool) -> int | None:
     """Return the size from which on a table sends its rows; None: it is always sent whole.
 
@@ -308,11 +323,44 @@ def sliced_on_any_rank(
     """Return the variables, by `identity`, whose gradients are IndexedSlices on any rank; collective.
 
     A rank whose batch does not use a table may have dense zeros there.
+
+    Raises:
+        MismatchError: On every rank, if ranks have the same variables in another order.
     """
     mine = [place for place, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
+    names = [name_of(v) for v in variables]
+    digest = hashlib.sha256(repr(names).encode()).hexdigest()
     session.engine.agree(f"the first reduction of {len(gradients)} gradients")
-    places = {place for each in session.world.allgather_object(mine) for place in each}
+    everyone = session.world.allgather_object((mine, digest))
+    if len({digest for _, digest in everyone}) > 1:
+        _compare_names(session, session.world.allgather_object(names))
+    places = {place for of_rank, _ in everyone for place in of_rank}
     return frozenset(identity(v) for place, v in enumerate(variables) if place in places)
+
+
+def _compare_names(session: Session, everyone: Sequence[Sequence[str]]) -> None:
+    """Raise MismatchError if ranks have the same names in another order; warn of other names.
+
+    A loaded model lacks the begin of paths: "dense/kernel" is "sequential/dense/kernel" elsewhere.
+    """
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for place, (here, there) in enumerate(zip(first, theirs, strict=False)):
+            if f"/{here}".endswith(f"/{there}") or f"/{there}".endswith(f"/{here}"):
+                continue
+            found = f"variable {place} is {here} on rank 0 and {there} on rank {rank}"
+            if sorted(first) == sorted(theirs):
+                raise MismatchError(
+                    "All ranks should reduce gradients of the same variables in the same order. "
+                    f"Received: {found}"
+                )
+            if session.world.rank == 0:
+                logger.warning(
+                    "hvpipe: gradients are averaged by their order, not by name: %s. If these are different "
+                    "variables, pass the same ones in the same order on all ranks.",
+                    found,
+                )
+            return
 
 
 def one_sample(gradients: Sequence[Any]) -> Any:

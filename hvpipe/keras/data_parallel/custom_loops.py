@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -218,7 +219,8 @@ def average_gradients(
     given = [gradients[place] for place in used]
     if should_record_backprop(list(filter(tf.is_tensor, (getattr(g, "values", g) for g in given)))):
         return _average_by_name(gradients, variables, compression)
-    reducer = _reducer_for(trained, given, compression, bucket_bytes)
+    options = ReduceOptions(compression, bucket_bytes, places=tuple(used))
+    reducer = _reducer_for(trained, given, options)
     found = reducer.as_submitted(given)
     tokens = reducer.submit(reducer.announce(one_sample(found)), found)
     averaged = list(gradients)
@@ -241,19 +243,16 @@ def _average_by_name(
     return reduce_gradients(gradients, variables, options, name="average_gradients")
 
 
-def _reducer_for(
-    variables: Sequence[Any], gradients: Sequence[Any], compression: str | None, bucket_bytes: int | None
-) -> BucketReducer:
+def _reducer_for(variables: Sequence[Any], gradients: Sequence[Any], options: ReduceOptions) -> BucketReducer:
     """Return the reducer for a list of variables. The session keeps it as long as it lives."""
     session = current()
     session.loops_by_plan = True
-    key = (tuple(id(v) for v in variables), compression, bucket_bytes)
+    key = (tuple(id(v) for v in variables), options.compression, options.bucket_bytes)
     found = session.reducers.get(key)
     if found is None:
         session.warn_without_checks("custom training loops")
         tables = sliced_on_any_rank(session, gradients, variables)
-        options = ReduceOptions(compression, bucket_bytes, tables=tables)
-        found = make_reducer(session, "gradients", variables, options)
+        found = make_reducer(session, "gradients", variables, replace(options, tables=tables))
         session.reducers[key] = found
     reducer: BucketReducer = found
     return reducer

@@ -260,9 +260,14 @@ class OptimizerHook:
         return self._buckets.reducer.step
 
     def look_for_nonfinite(self, step: int) -> None:
-        """After an update: raise HvpipeError, or warn, if the gradients of step `step` were not finite."""
+        """Note whether the gradients of the updates since the last look were finite, up to step `step`."""
         if self._guard is not None:
-            self._guard.look(step, self._session)
+            self._guard.look(step)
+
+    def tell_of_nonfinite(self) -> None:
+        """Raise HvpipeError, or warn, if a look has found gradients that were not; collective."""
+        if self._guard is not None:
+            self._guard.tell(self._session)
 
     def hold(self) -> list[Any]:
         """Flush, and return the sums that belong to the next step; collective."""
@@ -319,7 +324,10 @@ class OptimizerHook:
     def _plan_for(self, variables: Sequence[Any]) -> None:
         key = tuple(map(identity, variables)), self._options.tables
         if key not in self._plans:
-            reducer = make_reducer(self._session, self.optimizer.name, variables, self._options)
+            known = {identity(v): place for place, v in enumerate(trained_variables(self.optimizer))}
+            places = tuple(known.get(identity(v), place) for place, v in enumerate(variables))
+            options = replace(self._options, places=places)
+            reducer = make_reducer(self._session, self.optimizer.name, variables, options)
             update = BucketUpdate(self.optimizer, reducer, self._by_bucket, self._marks, self._guard)
             self._plans[key] = Buckets(reducer, update)
         self._buckets = self._plans[key]
@@ -357,8 +365,6 @@ class OptimizerHook:
         found = {identity(v): g for g, v in zip(grads, variables, strict=True) if g is not None}
         gradients = buckets.reducer.as_submitted([found[identity(v)] for v in buckets.reducer.variables])
         samples = one_sample(gradients) if self._samples is None else self._samples
-        if self._guard is not None:
-            self._guard.note_own(gradients)
         reduce_and_update = functools.partial(self._overlap.reduce_and_update, buckets)
         if self.optimizer.gradient_accumulation_steps:
             whole = [dense(gradient) for gradient in gradients]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ import tensorflow as tf
 import hvpipe
 import hvpipe.horovod.tensorflow as hvd
 import hvpipe.keras as hk
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras import variables
 from hvpipe.session import current
 from training import (
@@ -258,6 +259,36 @@ def test_different_sets_of_variables_in_turn() -> None:
         optimizer.apply([tf.zeros(first.shape), tf.ones(last.shape)], [first, last])
     moved = (start - first.numpy()).ravel()
     np.testing.assert_allclose(moved, np.full(first.shape, hvpipe.size() - 1.0).ravel(), rtol=1e-5)
+
+
+def test_a_model_that_rank_0_has_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loaded Sequential calls `sequential/dense/kernel` only `dense/kernel`."""
+    model = mlp()
+    if hvpipe.rank() == 0:
+        model.save(tmp_path / "model.keras")
+        model = keras.models.load_model(tmp_path / "model.keras")
+    hk.broadcast_variables(model.variables)
+    model.compile(sgd(), loss())
+    train(model, my_batches(1), False, hk.DistributedGradientTape)
+    fit(parallel(model), my_batches(2))
+    assert_same_on_all_ranks(state_of(model))
+    assert not caplog.messages
+
+
+def test_layers_have_an_order_rather_than_names(caplog: pytest.LogCaptureFixture) -> None:
+    rank = hvpipe.rank()
+    layers = [keras.layers.Dense(3, use_bias=False, name=name) for name in ("one", "other", f"own{rank}")]
+    for layer in layers:
+        layer.build((None, 2))
+    one, other, own = (layer.kernel for layer in layers)
+    ones = [tf.fill([2, 3], float(rank))] * 2
+    says = r"same order.*variable 0 is one/kernel on rank 0 and other/kernel on rank 1"
+    with pytest.raises(MismatchError, match=says):
+        hk.average_gradients(ones, [other, one] if rank == 1 else [one, other])
+    for averaged in hk.average_gradients(ones, [own, one]):
+        np.testing.assert_allclose(averaged, np.full((2, 3), (hvpipe.size() - 1) / 2))
+    told = "variable 0 is own0/kernel on rank 0 and own1/kernel on rank 1"
+    assert sum(told in text for text in caplog.messages) == (rank == 0)
 
 
 def test_a_gradient_of_another_type_than_its_variable() -> None:

@@ -1,0 +1,36 @@
+"""Ranks that train different layers of equal shapes: they end, instead of averaging these with each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distributed import expect_fatal
+
+SCRIPT = """
+import keras
+import numpy as np
+import hvpipe
+import hvpipe.keras as hk
+
+class Branches(keras.Model):
+    def build(self, shape):
+        self.branches = [keras.layers.Dense(4), keras.layers.Dense(4)]
+        for branch in self.branches:
+            branch.build(shape)
+
+    def call(self, x):
+        return self.branches[hvpipe.rank()](x)
+
+hvpipe.init()
+model = Branches()
+model.build((None, 4))
+model.compile("sgd", "mse")
+hk.data_parallel(model)
+model.fit(np.ones((8, 4)), np.ones((8, 4)), verbose=0)
+"""
+
+
+def test_ranks_that_train_different_branches(tmp_path: Path) -> None:
+    script = tmp_path / "case.py"
+    script.write_text(SCRIPT)
+    expect_fatal(2, script, says=r"The ranks disagree.*training step 1 of sgd", within_s=90)
