@@ -226,6 +226,31 @@ class Other(layers.Layer):
         return x
 
 
+class Scaled(layers.Layer):
+    """Keras makes its config from the arguments."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+@several_ranks
+def test_ranks_with_other_lengths_and_values_train_together(caplog: pytest.LogCaptureFixture) -> None:
+    """A Sequential without an Input keeps the shape of its first batch. Rank 0 tells of the `scale`."""
+    rank = hvpipe.rank()
+    bias = keras.initializers.Constant(rank)
+    last = layers.Dense(CLASSES, name=f"head_{rank}", bias_initializer=bias)
+    model = parallel(compiled(lambda: keras.Sequential([layers.GRU(3), Scaled(0.5 + rank), last])))
+    x = np.random.default_rng(rank).normal(size=(4 + rank, 3 + rank, 2))
+    model.train_on_batch(x, np.zeros(len(x), np.int32))
+    assert_same_on_all_ranks(np.concatenate([np.ravel(weight) for weight in model.get_weights()]))
+    told = [text for text in caplog.messages if "give all ranks the same value" in text]
+    assert len(told) == (rank == 0)
+    assert all("layer 2 (Scaled) scale: 0.5 on rank 0 and 1.5 on rank 1." in text for text in told)
+
+
 @several_ranks
 def test_ranks_with_different_layer_names_train_together() -> None:
     """Keras numbers the layers that a process has made. Seeds, rates and batch sizes may differ, too."""
