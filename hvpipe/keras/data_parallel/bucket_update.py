@@ -44,6 +44,11 @@ class BucketUpdate:
         self._marks = marks
         self._functions: dict[int, Any] = {}  # of one bucket each by its number, and of all (_ALL)
 
+    def note_own(self, gradients: Sequence[Any]) -> None:
+        """Let the guard, if there is one, note whether NaN or Inf comes from this rank's gradients."""
+        if self._guard is not None:
+            self._guard.note_own(gradients)
+
     def update_where_submitted(self, tokens: Sequence[Any]) -> list[Any]:
         """Collect and update each bucket whose token is above 0.
 

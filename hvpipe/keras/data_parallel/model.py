@@ -564,7 +564,7 @@ class DataParallel:
         logs = dict(own(**given, return_dict=True))
         if self.steps.overlap.updates_in_next_step:
             # The caller may next set the learning rate, read a layer or call the model.
-            self.steps.flush()
+            self.steps.complete()
         samples = self.steps.train_counter.total() - before
         what, means = "results of train_on_batch", means_in_logs(self.model)
         anywhere = average_logs(self.session, logs, samples, what, note=float(self._set), means=means)

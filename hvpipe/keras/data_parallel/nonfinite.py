@@ -5,6 +5,7 @@
                                  yes --> no update, a flag that Python reads after the step
 
 A NaN or Inf on one rank makes the sum NaN or Inf on all of them, so all ranks decide alike without a message.
+Which rank it came from is asked for later, where all ranks meet: one of them may update earlier than others.
 """
 
 from __future__ import annotations
@@ -101,19 +102,27 @@ class NonfiniteGuard:
         self.waits_for_all = policy == "skip"
         """Whether an update needs all gradients: a step is skipped as a whole."""
         self._skipped_steps = SkippedSteps(policy)
-        # A flag for each variable. One tensor for each update, so that updates do not wait for each other.
+        # A flag for each variable, and one: it came from this rank, too. One tensor for each update, so that
+        # updates do not wait for each other.
         self._flags: dict[int, tuple[Any, list[Any]]] = {}
         self._any: Any = None
-        self._own: Any = None  # whether this rank's own gradients were not finite
+        self._own: Any = None  # whether this rank's gradients of the last step that reduced were not finite
+        self._found: tuple[list[str], bool, int] | None = None  # names, whether from here, step: not yet told
 
     def note_own(self, gradients: Sequence[Any]) -> None:
-        """Note, in the graph of a step, whether this rank's gradients are finite before they are reduced."""
+        """Note, in the graph of a step, whether this rank's gradients are finite before they are reduced.
+
+        By then the graph has updated with those of the step before, if it does.
+        """
+        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+        self._own_flag().assign(tf.logical_not(finite))
+
+    def _own_flag(self) -> Any:
         if self._own is None:
             with tf.init_scope():
                 self._own = tf.Variable(False, trainable=False, name="hvpipe_own_bad")
-        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
-        self._own.assign(tf.logical_or(self._own.read_value(), tf.logical_not(finite)))
+        return self._own
 
     def if_finite(
         self,
@@ -135,35 +144,41 @@ class NonfiniteGuard:
         bad = tf.stack([tf.logical_not(tf.reduce_all(tf.math.is_finite(g))) for g in gradients])
         if number not in self._flags or len(self._flags[number][1]) != len(variables):
             with tf.init_scope():
-                flags = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False, name="hvpipe_bad")
+                empty = tf.zeros([len(variables) + 1], tf.bool)
+                flags = tf.Variable(empty, trainable=False, name="hvpipe_bad")
             self._flags[number] = flags, list(variables)
             self._any = None
-        flags = self._flags[number][0]
-        flags.assign(tf.logical_or(flags.read_value(), bad))  # a call may run several steps before `look`
-        tf.cond(tf.reduce_any(bad), _branch(otherwise), _branch(update))
+        flags, any_bad = self._flags[number][0], tf.reduce_any(bad)
+        mine = tf.concat([bad, [tf.logical_and(any_bad, self._own_flag().read_value())]], 0)
+        flags.assign(tf.logical_or(flags.read_value(), mine))  # a call may run several steps before `look`
+        tf.cond(any_bad, _branch(otherwise), _branch(update))
 
-    def look(self, step: int, session: Session) -> None:
-        """Look at the flags after a call of the train function, whose last step is the `step`-th from 1.
+    def look(self, step: int) -> None:
+        """Look at the flags after a call of the train function, whose last step is the `step`-th from 1."""
+        if not self._flags or not bool(self._any_flag().numpy()):
+            return
+        values = [(flags.numpy(), variables) for flags, variables in self._flags.values()]
+        names = [
+            name_of(variable)
+            for value, variables in values
+            for bad, variable in zip(value[:-1], variables, strict=True)
+            if bad
+        ]
+        self._found = names, any(value[-1] for value, _ in values), step
+        for flags, _ in self._flags.values():
+            flags.assign(tf.zeros_like(flags))
+
+    def tell(self, session: Session) -> None:
+        """Tell of what `look` has found; collective if that is something.
 
         Raises:
             HvpipeError: With "raise", if a gradient was not finite; on all ranks alike.
         """
-        if not self._flags or not bool(self._any_flag().numpy()):
+        if self._found is None:
             return
-        names = [
-            name_of(variable)
-            for flags, variables in self._flags.values()
-            for bad, variable in zip(flags.numpy(), variables, strict=True)
-            if bad
-        ]
-        for flags, _ in self._flags.values():
-            flags.assign(tf.zeros_like(flags))
-        ranks: list[int] = []
-        if self._own is not None:
-            what = f"gradients of step {step} that are not finite"
-            everyone = session.engine.agree(what, float(bool(self._own.numpy())))
-            ranks = [rank for rank, bad in enumerate(everyone) if bad]
-            self._own.assign(False)
+        (names, mine, step), self._found = self._found, None
+        everyone = session.engine.agree(f"gradients of step {step} that are not finite", float(mine))
+        ranks = [rank for rank, bad in enumerate(everyone) if bad]
         self._skipped_steps.tell(names, step, session.world.rank, ranks)
 
     def _any_flag(self) -> Any:
@@ -213,7 +228,8 @@ def guarded_alone(policy: str, model: Any, inner: Callable[..., Any], session: S
         nonlocal steps
         logs = inner(iterator)
         steps += int(model.steps_per_execution)
-        guard.look(steps, session)
+        guard.look(steps)
+        guard.tell(session)
         return logs
 
     return train_function

@@ -26,6 +26,11 @@ class Buckets:
     reducer: BucketReducer
     update: BucketUpdate
 
+    def submit(self, gradients: Sequence[Any], share: Any, **options: Any) -> list[Any]:
+        """Submit this step's gradients to be reduced; return a token for each bucket."""
+        self.update.note_own(gradients)
+        return self.reducer.submit(share, gradients, **options)
+
     def update_where_submitted(self, token: Any) -> list[Any]:
         """Collect and update all buckets if `token` (int64 scalar) is above 0. Return a scalar for each."""
         return self.update.update_where_submitted([token] * len(self.reducer.plan.buckets))
@@ -115,7 +120,7 @@ class NoOverlap(Overlap):
 
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
         # All of backward comes before anything is sent.
-        tokens = buckets.reducer.submit(share, gradients, after=lambda _: gradients)
+        tokens = buckets.submit(gradients, share, after=lambda _: gradients)
         buckets.update.update_all(tokens)
 
 
@@ -129,7 +134,7 @@ class BackwardOverlap(Overlap):
     on_stream = True
 
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        for done in buckets.update.update_submitted(buckets.reducer.submit(share, gradients)):
+        for done in buckets.update.update_submitted(buckets.submit(gradients, share)):
             note_collected(done)
 
 
@@ -192,7 +197,7 @@ class StepOverlap(_Deferring):
 
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
         # A gradient may be ready before its bucket's update: a linear loss's gradient needs no weights.
-        tokens = buckets.reducer.submit(share, gradients, after=lambda bucket: [self._finished[bucket]])
+        tokens = buckets.submit(gradients, share, after=lambda bucket: [self._finished[bucket]])
         with on_the_host():
             self._token.assign(tf.add_n(tokens))
 
@@ -231,7 +236,7 @@ class StaleOverlap(_Deferring):
         with tf.control_dependencies([share]):
             before = self._token.read_value()
         finished = buckets.update_where_submitted(before)
-        tokens = buckets.reducer.submit(share, gradients, after=lambda bucket: [finished[bucket]])
+        tokens = buckets.submit(gradients, share, after=lambda bucket: [finished[bucket]])
         with on_the_host():
             token = tf.add_n(tokens)
             warming_up = buckets.reducer.step <= self._options.warmup_steps

@@ -134,6 +134,13 @@ class TrainSteps:
         if self._hook is not None:
             self._hook.complete_round(self.train_counter.total)
         self.flush()
+        self._look_for_nonfinite()
+
+    def _look_for_nonfinite(self) -> None:
+        """Between two steps, after a flush: tell of NaN and Inf; collective."""
+        if self._hook is not None:
+            self._hook.look_for_nonfinite(self._steps_run)
+            self._hook.tell_of_nonfinite()
 
     def _run_pending(self) -> None:
         if self.elastic is not None:
@@ -148,7 +155,6 @@ class TrainSteps:
             pending, self._pending = self._pending, False
             if pending and self._hook is not None:
                 self._hook.flush()
-                self._hook.look_for_nonfinite(self._steps_run)
 
     def hold(self) -> tuple[list[Any], int]:
         """Finish the step as far as it changes no result, between two steps; collective.
@@ -165,7 +171,7 @@ class TrainSteps:
             if self._pending:
                 sums = self._hook.hold()
                 self._pending = bool(sums)
-                self._hook.look_for_nonfinite(self._steps_run)
+        self._look_for_nonfinite()
         return sums, self._hook.steps
 
     def round_state(self) -> dict[str, Any]:
@@ -346,10 +352,8 @@ class TrainSteps:
     def _check_step(self) -> None:
         """After a step: look for NaN and Inf, and compare the ranks if it is time to."""
         assert self._hook is not None
-        before, steps = self._steps_run, int(self.model.steps_per_execution)
-        self._steps_run = before + steps
-        # The call has updated with the gradients of the step before, if that is left to the next step.
-        self._hook.look_for_nonfinite(self._steps_run - (1 if self.overlap.defers else 0))
+        before = self._steps_run - int(self.model.steps_per_execution)
+        self._hook.tell_of_nonfinite()
         if self.compares_next and self.overlap.exact and self.session.world.size > 1:
             self.hold()
             tell_of_unaveraged(self.session, self.model)
@@ -394,6 +398,11 @@ class TrainSteps:
         self._pending = True
         if self.elastic is not None:
             self.elastic.ran()
+        self._steps_run += int(self.model.steps_per_execution)
+        # The call has updated with the gradients of the step before, if that is left to the next step. Now,
+        # because another thread may run this step's update next.
+        assert self._hook is not None
+        self._hook.look_for_nonfinite(self._steps_run - (1 if self.overlap.defers else 0))
         return logs
 
     def _timed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -479,6 +488,7 @@ class TrainSteps:
     def _hook_optimizer(self, variables: Sequence[Any]) -> None:
         """Hook the model's optimizer for variables that are expected to have gradients."""
         self._run_pending()
+        self._look_for_nonfinite()
         self._end_refusal()
         if self._hook is not None:
             self._hook.unhook()

@@ -96,6 +96,34 @@ def test_all_ranks_raise(overlap: str) -> None:
     assert np.isfinite(model.get_weights()[0]).all()
 
 
+@pytest.mark.parametrize(("overlap", "nonfinite"), [("step", "skip"), ("step", "raise"), ("stale", "skip")])
+def test_rank_0_alone_may_read_weights(
+    overlap: str, nonfinite: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reading finishes an update earlier than other ranks do. Each step still names its own rank."""
+    model = parallel(compiled(), overlap, nonfinite=nonfinite, warmup_steps=0)
+    x, y = samples(32, seed=hvpipe.rank())
+    bad = {0: 16, hvpipe.size() - 1: 8}.get(hvpipe.rank())
+    if bad is not None:
+        x[bad] = np.nan
+    read = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: model.get_weights())
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    callbacks = [read] if hvpipe.rank() == 0 else []
+    if nonfinite == "raise":
+        with pytest.raises(HvpipeError, match=rf", from rank {hvpipe.size() - 1}, at step 2\."):
+            fit(model, data, callbacks=callbacks)
+        return
+    fit(model, data, callbacks=callbacks)
+    assert_same_on_all_ranks(state_of(model))
+    assert np.isfinite(model.get_weights()[0]).all()
+    told = [r.getMessage() for r in caplog.records if "skipped step" in r.getMessage()]
+    wanted = [("step 2 ", f"from rank {hvpipe.size() - 1}"), ("step 3 ", "from rank 0")]
+    assert len(told) == (2 if hvpipe.rank() == 0 else 0), told
+    for text, (step, rank) in zip(told, wanted, strict=hvpipe.rank() == 0):
+        assert step in text
+        assert text.endswith(rank)
+
+
 @pytest.mark.parametrize("overlap", ["step", "backward"])
 def test_a_step_among_several_of_one_call(overlap: str) -> None:
     """Regression: the finite gradients of the step after it hid those that were not."""
