@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from hvpipe.comm.versions import NEWEST_KERAS, OLDEST_KERAS
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 MATRIX = (ROOT / ".ci" / "matrix.sh").read_text()
-SUPPORTED = (ROOT / "hvpipe" / "keras" / "supported.py").read_text()
 CONSTRAINTS = {path.name: path.read_text() for path in ROOT.glob("constraints*.txt")}
 PAGES = {path: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 
@@ -46,13 +47,12 @@ def test_pages_name_the_range_of_tensorflow() -> None:
 
 
 def test_pages_name_the_range_of_keras() -> None:
-    oldest = the_one(r'(?m)^OLDEST = "(.*)"', SUPPORTED)
-    newest = the_one(r'(?m)^NEWEST = "(.*)"', SUPPORTED)
-    assert the_one(r'"keras>=([^,]*),<4"', PYPROJECT) == oldest.removesuffix(".0")
+    oldest = OLDEST_KERAS.removesuffix(".0")
+    assert the_one(r'"keras>=([^,]*),<4"', PYPROJECT) == oldest
     for name, text in CONSTRAINTS.items():
-        assert the_one(r"(?m)^keras==([\d.]+); python_version >= ", text) == newest, name
+        assert the_one(r"(?m)^keras==([\d.]+); python_version >= ", text) == NEWEST_KERAS, name
     for path, text in PAGES.items():
-        assert found(r"\"keras>=([^\"]*)\"", text) <= {oldest.removesuffix(".0")}, path
+        assert found(r"\"keras>=([^\"]*)\"", text) <= {oldest}, path
 
 
 def test_pages_name_the_range_of_python() -> None:
