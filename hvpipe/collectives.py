@@ -15,13 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["allgather", "allgather_object", "allreduce", "barrier", "broadcast", "broadcast_object"]
 
 
-def _by_hand(found: NDArray[Any]) -> NDArray[Any]:
-    """Note that the script reduces or gathers an array, which may be a gradient."""
-    size = getattr(found, "size", None)
-    current().reduced_by_hand += size if isinstance(size, int) else 1 << 40  # of a device array
-    return found
-
-
 def allreduce(
     array: Any,
     op: Op = "average",
@@ -61,7 +54,10 @@ def allreduce(
     """
     if others:
         check_other_arguments("allreduce", others)
-    return _by_hand(current().engine.allreduce(array, op, compression, out))
+    found = current().engine.allreduce(array, op, compression, out)
+    size = getattr(found, "size", None)  # a method of a device array
+    current().reduced_by_hand += size if isinstance(size, int) else 1 << 40  # these may be gradients
+    return found
 
 
 def allgather(array: Any, **others: Any) -> NDArray[Any]:
@@ -87,7 +83,7 @@ def allgather(array: Any, **others: Any) -> NDArray[Any]:
         ```
     """
     check_other_arguments("allgather", others)
-    return _by_hand(current().engine.allgather(array))
+    return current().engine.allgather(array)
 
 
 def broadcast(array: Any, root_rank: int = 0, *, root: int | None = None, **others: Any) -> NDArray[Any]:

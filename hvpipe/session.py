@@ -115,7 +115,7 @@ class Session:
         # See hvpipe.keras.training_alone.
         self.averagings = 0
         self.averaged: dict[int, int] = {}  # variables by identity: which averaging had their gradient
-        self.reduced_by_hand = 0  # numbers that the script's own collectives have reduced or gathered
+        self.reduced_by_hand = 0  # numbers that the script has summed or averaged since an update
         self.looked_at: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
         self.trained_alone: dict[str, str] = {}  # what this rank has trained alone, and a text that says so
         self.clock_reading = (0.0, 0.0)  # see hvpipe.trace.events.Clock

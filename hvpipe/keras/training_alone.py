@@ -31,10 +31,10 @@ from hvpipe.keras.variables import identity, name_of
 from hvpipe.log import logger
 from hvpipe.session import Session, current, is_initialized
 
-_LEAST, _PART = 8, 1e-4
-"""Gradients count as averaged if a script's own collectives carry so many numbers, or such a part of theirs.
+_SHARE = 0.5
+"""Gradients count as averaged if the script itself has reduced such a share of their numbers.
 
-A mean loss and an accuracy are less; the largest entries of each gradient, or factors of it, are more.
+Losses, metrics and statistics of the data are less; gradients of half types, or all in one array, are all.
 """
 _MANY = 1 << 40  # numbers in a tensor whose shape is not known yet
 
@@ -104,26 +104,34 @@ def note_averaged(session: Session, variables: Sequence[Any] = ()) -> None:
 
 
 def note_by_hand(tensors: Sequence[Any]) -> None:
-    """Note that the script itself reduces or gathers tensors, which may be gradients."""
-    parts = [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in tensors]
-    current().reduced_by_hand += sum(map(_numbers, parts))
+    """Note that the script itself sums or averages tensors, which may be gradients."""
+    current().reduced_by_hand += sum(map(_numbers, tensors))
 
 
 def _numbers(value: Any) -> int:
+    if isinstance(value, tf.IndexedSlices):
+        return _MANY  # they stand for a whole table
     shape = tf.TensorShape(value.shape if hasattr(value, "shape") else np.shape(value))
     return shape.num_elements() if shape.is_fully_defined() else _MANY
 
 
-def _by_script(session: Session, variables: Sequence[Any], before: int = 0) -> bool:
-    """Return whether the script's own collectives may have averaged gradients of variables, since `before`.
+def _by_script(session: Session, variables: Sequence[Any]) -> bool:
+    """Return whether the script may have reduced gradients of variables since the update before, or in a step.
 
-    What they carried for these does not suffice for others as well.
+    What it has reduced for these does not suffice for others as well.
     """
-    sent, numbers = session.reduced_by_hand - before, sum(map(_numbers, variables))
-    if sent <= 0 or sent < min(numbers, max(_LEAST, _PART * numbers)):
-        return False
-    session.reduced_by_hand -= min(sent, numbers)
-    return True
+    reduced, numbers = session.reduced_by_hand, sum(map(_numbers, variables))
+    session.reduced_by_hand = max(0, reduced - numbers)
+    return 0 < reduced >= _SHARE * numbers
+
+
+def _of_nets(variables: Sequence[Any], model: Any = None) -> list[Any]:
+    """Return the variables that belong to a model or another net: they have a path with a net's name.
+
+    Others may be meant for this rank, such as the noise of an adversarial example.
+    """
+    mine = set() if model is None else set(map(identity, model.variables))
+    return [v for v in variables if identity(v) in mine or "/" in getattr(v, "path", v.name)]
 
 
 # --- A step -----------------------------------------------------------------------------------------------
@@ -148,17 +156,14 @@ class Step:
         """Whether the whole step trains alone on purpose. It is looked at for a later `fit` on all ranks."""
         self.averages = False
         """Whether an update had averaged gradients."""
-        self._averagings, self._by_hand = session.averagings, session.reduced_by_hand
+        self._averagings = session.averagings
+        session.reduced_by_hand = 0  # what was reduced before is no gradient of this step
 
     def unaveraged(self, variables: Sequence[Any]) -> list[Any]:
-        """Return the variables of nets among these whose gradients nobody has averaged in this step.
-
-        A variable of no layer may be meant for this rank, such as the noise of an adversarial example.
-        """
-        mine = {identity(variable) for variable in self.model.variables}
-        of_nets = [v for v in variables if identity(v) in mine or "/" in getattr(v, "path", "")]
+        """Return the variables of nets among these whose gradients nobody has averaged in this step."""
+        of_nets = _of_nets(variables, self.model)
         found = [v for v in of_nets if self.session.averaged.get(identity(v), 0) <= self._averagings]
-        if found and _by_script(self.session, found, self._by_hand):
+        if found and _by_script(self.session, found):
             self.averages = True
             return []
         return found
@@ -168,7 +173,7 @@ class Step:
         if not self.averages:
             hooks = self.session.averagings > self._averagings
             trained = self.model.trainable_variables
-            self.averages = hooks or (bool(trained) and _by_script(self.session, trained, self._by_hand))
+            self.averages = hooks or (bool(trained) and _by_script(self.session, trained))
 
 
 _step: contextvars.ContextVar[Step | None] = contextvars.ContextVar("step", default=None)
@@ -176,7 +181,7 @@ _step: contextvars.ContextVar[Step | None] = contextvars.ContextVar("step", defa
 
 def _unaveraged_in_loop(session: Session, variables: Sequence[Any]) -> list[Any]:
     """Return the variables whose gradients nobody has averaged for this update, in a loop of the script."""
-    found = [v for v in variables if session.averaged.pop(identity(v), None) is None]
+    found = [v for v in _of_nets(variables) if session.averaged.pop(identity(v), None) is None]
     return [] if found and _by_script(session, found) else found
 
 
@@ -302,7 +307,11 @@ def _watching() -> Session | None:
 def _look(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
     """Look at an update that no hook of hvpipe has made."""
     session, step = _watching(), _step.get()
-    if session is None or "apply" in vars(optimizer) or optimizer in session.looked_at:
+    if session is None or "apply" in vars(optimizer):
+        return
+    if optimizer in session.looked_at:
+        if step is None:
+            session.reduced_by_hand = 0  # for this update, or for the one before
         return
     if is_alone() and not (step is not None and step.alone):
         return

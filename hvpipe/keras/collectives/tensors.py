@@ -56,7 +56,7 @@ def allreduce(tensor: Any, how: Reduction, name: str | None = None) -> Any:
 
 def grouped_allreduce(tensors: Sequence[Any], how: Reduction, name: str | None = None) -> list[Any]:
     """Reduce tensors and IndexedSlices. The tensors travel together: all of them or none."""
-    note_by_hand(tensors)
+    _note(tensors, how)
     reduced = list(tensors)
     dense = [place for place, tensor in enumerate(tensors) if not isinstance(tensor, tf.IndexedSlices)]
     sliced = [place for place, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
@@ -72,6 +72,11 @@ def grouped_allreduce(tensors: Sequence[Any], how: Reduction, name: str | None =
         for place, found in zip(dense, _compressed([tensors[p] for p in dense], how, send), strict=True):
             reduced[place] = found
     return reduced
+
+
+def _note(tensors: Sequence[Any], how: Reduction) -> None:
+    if how.op in ("average", "sum", "adasum"):
+        note_by_hand(tensors)
 
 
 def _reduce_slices(slices: Sequence[Any], how: Reduction, name: str | None) -> list[Any]:
@@ -124,9 +129,7 @@ def allgather(
     tensors: Sequence[Any], process_set: ProcessSet | None = None, name: str | None = None
 ) -> list[Any]:
     """Concatenate each tensor of all ranks along the first axis, which may differ by rank."""
-    given = [_dense(t) for t in tensors]
-    note_by_hand(given)
-    return ops.allgather(given, number_of(process_set), name)
+    return ops.allgather([_dense(t) for t in tensors], number_of(process_set), name)
 
 
 def broadcast(
@@ -144,7 +147,6 @@ def alltoall(
 
     Without splits every rank gets the same number of rows.
     """
-    note_by_hand([tensor])
     given = tf.zeros([0], tf.int32) if splits is None else tf.convert_to_tensor(splits, tf.int32)
     return ops.alltoall(_dense(tensor), given, number_of(process_set), name)
 
@@ -160,7 +162,7 @@ def grouped_reducescatter(tensors: Sequence[Any], how: Reduction, name: str | No
             "Received: op='adasum'"
         )
 
-    note_by_hand(tensors)
+    _note(tensors, how)
 
     def send(packed: Sequence[Any]) -> list[Any]:
         number = number_of(how.process_set)

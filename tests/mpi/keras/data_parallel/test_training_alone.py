@@ -125,9 +125,9 @@ def test_models_without_hooks_are_told_of(caplog: pytest.LogCaptureFixture, tmp_
 
 
 class OwnUpdate(keras.Sequential):
-    """Updates without an optimizer of Keras, or averages by hand before the compiled one updates."""
+    """Updates without an optimizer of Keras, or averages by hand before the compiled one updates, or not."""
 
-    by_hand = False
+    by_hand = gathers = False
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -136,6 +136,9 @@ class OwnUpdate(keras.Sequential):
         gradients = tape.gradient(value, self.trainable_variables)
         if self.by_hand:
             self.optimizer.apply([hvd.allreduce(g) for g in gradients], self.trainable_variables)
+        elif self.gathers:  # what the loss compares, as CLIP does
+            hk.allgather(tf.concat([self(x), self(x)], 0))
+            self.optimizer.apply(gradients, self.trainable_variables)
         else:
             for gradient, variable in zip(gradients, self.trainable_variables, strict=True):
                 variable.assign_sub(0.1 * gradient)
@@ -155,6 +158,10 @@ def test_a_fit_that_averages_otherwise_is_not_told_of(caplog: pytest.LogCaptureF
             )
     with told(caplog, "model updates_itself ", "Received: updates by its train_step"):
         train(compiled("updates_itself", kind=OwnUpdate))
+    model = compiled("gathers", kind=OwnUpdate)
+    model.gathers = True
+    with told(caplog, "model gathers ", "gathers_dense/kernel"):
+        train(model)
     model = compiled("by_hand", kind=OwnUpdate)
     model.by_hand = True
     with told(caplog):
@@ -190,14 +197,28 @@ def test_loops(in_graph: bool, caplog: pytest.LogCaptureFixture) -> None:
         ("horovods_tape", (), {"tape": hvd.DistributedGradientTape}),
         ("averages", (), {"average": hk.average_gradients}),
         ("nothing", ("optimizer sgd", line, "nothing_"), {}),
-        # A mean loss is no gradient.
-        ("loss", ("optimizer sgd", line), {"average": lambda g, _: (hvd.allreduce(tf.ones([])), g)[1]}),
+        # Nor are statistics of the data gradients.
+        (
+            "statistics",
+            ("optimizer sgd", line),
+            {"average": lambda g, _: (hvd.allreduce(tf.ones([FEATURES])), g)[1]},
+        ),
+        ("in_one_array", (), {"average": in_one_array}),
         ("by_hand", (), {"average": lambda gradients, _: [hk.allreduce(g) for g in gradients]}),
     ):
         with told(caplog, *wanted):
             run(name, **ways)
     with told(caplog), hk.alone():
         run("on_purpose")
+    with told(caplog):  # the noise of an adversarial example
+        keras.optimizers.SGD(0.1).apply([tf.ones([FEATURES])], [tf.Variable(tf.zeros([FEATURES]))])
+
+
+def in_one_array(gradients: Any, _: Any) -> Any:
+    """Average gradients as half types, in one array."""
+    flat = tf.cast(tf.concat([tf.reshape(g, [-1]) for g in gradients], 0), tf.float16)
+    parts = tf.split(tf.cast(hk.allreduce(flat), tf.float32), [int(np.prod(g.shape)) for g in gradients])
+    return [tf.reshape(part, g.shape) for part, g in zip(parts, gradients, strict=True)]
 
 
 class TwoNets(keras.Model):
