@@ -402,7 +402,7 @@ def init(
     with _lock:
         if _session is not None:
             return
-        abort_on_uncaught_errors()
+        abort_on_uncaught_errors(_show_error)
         settings = read_settings()
         if timeout_s is not None:
             if not timeout_s > 0:
@@ -486,6 +486,12 @@ def _leave_alone(session: Session, error: MismatchError) -> None:
     if session._named_calls is not None:
         native.leave_to_parent(session._named_calls)
     native.fail_at_exit()
+
+
+def _show_error() -> None:
+    """Let a rank that waits in its shutdown see that this one does not come."""
+    if _session is not None:
+        _session.engine.agree("an uncaught exception")
 
 
 def _leave_session_to_parent() -> None:

@@ -6,8 +6,10 @@ import contextlib
 import os
 import re
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 from hvpipe.comm.flight_record import tell_recorder
@@ -22,12 +24,18 @@ _PLACES = ("Detected at node", "<stack traces", "Stack trace", "Traceback")
 # Errors of a rank that another one has left. That rank knows the cause, and the exit code of the job.
 _FOLLOWS = ("PeerError", "UnavailableError")
 _CAUSE_FIRST_S = 2.0
+_UNAVAILABLE = "originally returned UnavailableError"  # which TensorFlow's graphs turn into InternalError
+_HAS_LEFT = "all ranks should call it before they shut down or end"  # csrc/named/coordinator.cc
 
 
-def abort_on_uncaught_errors() -> None:
-    """Install the hook that ends all ranks after an uncaught exception. Another call does nothing."""
+def abort_on_uncaught_errors(show_error: Callable[[], object] = lambda: None) -> None:
+    """Install the hook that ends all ranks after an uncaught exception. Another call does nothing.
+
+    `show_error` shows a rank that waits for the others at its end that this one has failed, so that it ends
+    the job with its own exit code. It may raise or wait.
+    """
     if not isinstance(sys.excepthook, _AbortAllRanks):
-        sys.excepthook = _AbortAllRanks()
+        sys.excepthook = _AbortAllRanks(show_error)
     note_exits()
 
 
@@ -42,7 +50,8 @@ def in_one_line(error: BaseException) -> str:
     rest = [line for line in rest if not line[0].isspace() and not line.startswith(_PLACES)]
     if first.endswith(":") or first.startswith("Exception encountered when calling"):
         first = " ".join([first, *rest[:1]])
-    return f"{type(error).__name__}: {first}".removesuffix(": ").removesuffix(".")
+    kind = "UnavailableError" if _UNAVAILABLE in plain else type(error).__name__
+    return f"{kind}: {first}".removesuffix(": ").removesuffix(".")
 
 
 def tell_end_of_rank(world: World | StartedWorld, why: str, text: str) -> None:
@@ -75,7 +84,8 @@ class _AbortAllRanks:
     exits, and they would wait for this rank. A child of `os.fork()` is no rank and ends nobody.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, show_error: Callable[[], object]) -> None:
+        self._show_error = show_error
         self._previous = sys.excepthook
         self._process = os.getpid()
 
@@ -88,9 +98,14 @@ class _AbortAllRanks:
             self._previous(kind, error, trace)
             world.abort(130)
         else:
-            tell_end_of_rank(
-                world, in_one_line(error), "".join(traceback.format_exception(kind, error, trace))
-            )
-            if kind.__name__ in _FOLLOWS:
+            why = in_one_line(error)
+            tell_end_of_rank(world, why, "".join(traceback.format_exception(kind, error, trace)))
+            if why.partition(":")[0] in _FOLLOWS:
+                if _HAS_LEFT in why:  # a rank waits in its shutdown
+                    threading.Thread(target=self._show, name="hvpipe-show-error", daemon=True).start()
                 time.sleep(_CAUSE_FIRST_S)  # the launcher ends this rank sooner
             world.abort(1)
+
+    def _show(self) -> None:
+        with contextlib.suppress(Exception):
+            self._show_error()

@@ -135,6 +135,23 @@ def tell_error(folder: Path, rank: int, text: str, more: str) -> bool:
     return False
 
 
+def tell_exit(folder: Path, rank: int, code: int, text: str) -> None:
+    """Tell `hvpipe run` the call by which this rank ends with an exit code other than 0."""
+    with contextlib.suppress(OSError):
+        _tell(folder, f"exit-{rank}", f"{code} {text}".encode(errors="backslashreplace"))
+
+
+def exits_by_rank(folder: Path) -> dict[int, tuple[int, str]]:
+    """Return the exit code and the call of each rank of this host that has told them."""
+    found = {}
+    for path in folder.glob("exit-*"):
+        code, _, text = (read_own(path, _MOST_BYTES) or b"").decode(errors="replace").partition(" ")
+        number = path.name.partition("-")[2]
+        if number.isdigit() and code.isdigit():
+            found[int(number)] = int(code), text
+    return dict(sorted(found.items()))
+
+
 def print_tracebacks(folder: Path) -> None:
     """Let ranks know that `hvpipe run` prints what they tell by `tell_error`."""
     with contextlib.suppress(OSError):

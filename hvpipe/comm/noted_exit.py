@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import os
@@ -10,6 +11,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from hvpipe.comm.discover import discover
+from hvpipe.comm.job_folder import tell_exit
+from hvpipe.comm.settings import job_folder
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,20 @@ def note_exits() -> None:
         leave = getattr(place, name, None)  # Python's option -S leaves out the last two
         if leave is not None and not hasattr(leave, "notes_exits"):
             setattr(place, name, _noting(leave, "sys.exit" if place is sys else name))
+    atexit.unregister(_tell)
+    atexit.register(_tell)
 
 
 def exit_call() -> ExitCall | None:
     """Return the call that ends this program; None if it ends in another way, also by `raise SystemExit`."""
     return _call
+
+
+def _tell() -> None:
+    """Tell `hvpipe run` of the call, because the launcher prints only the exit code."""
+    folder, rank = job_folder(), discover().rank
+    if _call is not None and _call.code and folder is not None and rank is not None:
+        tell_exit(folder, rank, _call.code, _call.text)
 
 
 def _noting(leave: Callable[..., Any], name: str) -> Callable[..., NoReturn]:

@@ -1,4 +1,4 @@
-"""Keeps back what Open MPI's launcher prints around a failure, because `hvpipe run` says what happened."""
+"""Keeps back what Open MPI and MPICH print around a failure, because `hvpipe run` says what happened."""
 
 from __future__ import annotations
 
@@ -30,10 +30,16 @@ _KNOWN = re.compile(
     r"|Primary job terminated normally, but \d+ process returned a non-zero exit code\. Per user-direction, "
     r"the job has been aborted\."
 )
+# MPICH's. Its launcher prints a block, too, but on stdout.
+_ABORT = b"Abort("
+_MPICHS_ABORT = re.compile(
+    rb"Abort\(-?\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort\(MPI_COMM_WORLD, "
+    rb"-?\d+\) - process \d+\n"
+)
 
 
 class NoiseFilter:
-    """Passes on bytes, and keeps blocks between two rules that are known."""
+    """Passes on bytes, and keeps blocks between two rules, and lines, that are known."""
 
     def __init__(self) -> None:
         self.kept = b""
@@ -51,7 +57,7 @@ class NoiseFilter:
                 line = line.lstrip(b"\0")
                 self._after_block = not line
             if not line.endswith(b"\n"):
-                if self._block or _RULE.startswith(line.lstrip(b"\0")):
+                if self._may_be_known(line):
                     self._line = line
                 else:
                     passed += line
@@ -59,9 +65,17 @@ class NoiseFilter:
                 passed += self._within(line)
             elif line.lstrip(b"\0").rstrip() == _RULE:
                 self._block = [line]
+            elif _MPICHS_ABORT.fullmatch(line):
+                self.kept += line
             else:
                 passed += line
         return passed
+
+    def _may_be_known(self, begin: bytes) -> bool:
+        """Tell whether a line that begins so may be known, or is in a block."""
+        if self._block or begin.startswith(_ABORT):
+            return True
+        return _ABORT.startswith(begin) or _RULE.startswith(begin.lstrip(b"\0"))
 
     def release(self) -> bytes:
         """Return what was held back until it is known, because nothing follows."""

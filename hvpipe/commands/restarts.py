@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from hvpipe.comm.job_folder import (
     TOO_FEW,
     Loss,
     any_joined,
+    exits_by_rank,
     last_checkpoint,
     new_job_folder,
     print_tracebacks,
@@ -28,6 +30,7 @@ from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, superv
 from hvpipe.commands.told_errors import print_told
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
+_OPEN_MPIS_EXIT = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code: +(\d+)")
 # Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
 _NO_END = (
     "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost, or "
@@ -98,7 +101,9 @@ class Restarting:
                     print(_NO_END, file=sys.stderr, flush=True)
                 verdict = ""
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
-                    verdict = self._what_happened(folder, earlier, outcome.code)
+                    verdict = self._what_happened(folder, earlier, outcome.code) or who_exited(
+                        folder, outcome
+                    )
                 told = not (self._verbose or self._writes_files) and print_told(folder, verdict)
                 print(verdict if verdict or told else outcome.kept, end="", file=sys.stderr, flush=True)
                 why_not = self._why_not_again(outcome, folder, failed_before, left)
@@ -218,6 +223,26 @@ def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def who_exited(folder: Path, outcome: Outcome) -> str:
+    """Return which rank gave the job its exit code, in a line; "" if it is unknown, or ranks told errors.
+
+    It is for ranks that have left together, of whose ends no recorder tells.
+    """
+    exits = exits_by_rank(folder)
+    if told_by_rank(folder):
+        return ""
+    if exits:
+        rank = next((rank for rank, (code, _) in exits.items() if code == outcome.code), min(exits))
+        code, call = exits[rank]
+        return f"hvpipe run: Rank {rank} ended with exit code {code}: {call}.\n"
+    if found := _OPEN_MPIS_EXIT.search(outcome.kept):
+        return (
+            f"hvpipe run: Rank {found[1]} ended with exit code {found[2]}: see what it printed last, or "
+            "where it raises SystemExit or calls os._exit.\n"
+        )
+    return ""
 
 
 def script_errors(folder: Path) -> list[str]:

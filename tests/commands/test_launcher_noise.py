@@ -1,4 +1,4 @@
-"""What Open MPI prints around a failure is kept back; everything else passes, whole and in order."""
+"""What launchers print around a failure is kept back; everything else passes, whole and in order."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ thus causing the job to be terminated. The first process to do so was:
    Process name: [prterun-vm-19876@1,1]
    Exit code:    5
 {RULE}"""
+MPICHS_ABORT = (
+    "Abort(7) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 7) - process 1\n"
+)
 # One word differs.
 OTHER = ABORT.replace("kill all", "spare all")
 UNKNOWN = f"{RULE}There are not enough slots available in the system to satisfy the 4\nslots\n{RULE}"
@@ -36,13 +39,14 @@ LONG = RULE + "a table of the user's own\n" * 20 + RULE
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
 def test_known_blocks_are_kept_and_all_else_passes(size: int) -> None:
-    said = f"a\n{ABORT}b\n{EXITED}\0{UNKNOWN}{KILLED}{CODE}\0c\n{LONG}{OTHER}--- d\n-- e"
+    said = f"a\n{ABORT}b\n{EXITED}\0{UNKNOWN}{KILLED}{CODE}\0c\n{MPICHS_ABORT}Abort(7) f\n"
+    said += f"{LONG}{OTHER}--- d\n-- e"
     passed, data, noise = b"", said.encode(), NoiseFilter()
     for at in range(0, len(data), size):
         passed += noise.feed(data[at : at + size])
     passed += noise.release()
-    assert noise.kept.decode() == ABORT + EXITED + KILLED + CODE
-    assert passed.decode() == f"a\nb\n{UNKNOWN}c\n{LONG}{OTHER}--- d\n-- e"
+    assert noise.kept.decode() == ABORT + EXITED + KILLED + CODE + MPICHS_ABORT
+    assert passed.decode() == f"a\nb\n{UNKNOWN}c\nAbort(7) f\n{LONG}{OTHER}--- d\n-- e"
 
 
 def test_a_progress_bar_is_not_held_back() -> None:

@@ -62,18 +62,31 @@ def test_a_failed_job_says_which_files_are_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"),
+    ("ending", "code", "says"),
     [
-        ("last and os._exit(5)", 5),
-        ("last and world.abort(9)", 9),
-        ("last and os.kill(os.getpid(), 11)", 139),
-        ("sys.exit(3)", 3),
+        (
+            "last and os._exit(5)\ntime.sleep(60)",
+            5,
+            "Rank 1 ended with exit code 5: see what it printed last",
+        ),
+        ("last and world.abort(9)\ntime.sleep(60)", 9, ""),
+        ("last and os.kill(os.getpid(), 11)\ntime.sleep(60)", 139, ""),
+        ("raise SystemExit(3)", 3, r"Rank [01] ended with exit code 3: .* where it raises SystemExit"),
+        (
+            "note_exits()\nsys.exit(3)",
+            3,
+            r"Rank 0 ended with exit code 3: sys.exit\(3\) in script.py, line 11",
+        ),
     ],
 )
-def test_exit_codes(ending: str, code: int, tmp_path: Path) -> None:
-    waits = "" if ending.startswith("sys") else "\ntime.sleep(60)"
-    result = hvpipe_run(tmp_path, WORLD + ending + waits, "-np", "2", limit_s=30.0)
+def test_exit_codes(ending: str, code: int, says: str, tmp_path: Path) -> None:
+    noting = "from hvpipe.comm.noted_exit import note_exits\n"
+    result = hvpipe_run(tmp_path, WORLD + noting + ending, "-np", "2", limit_s=30.0)
     assert result.returncode == code, result.describe()
+    if says:
+        *_, last = result.output.strip().splitlines()
+        assert re.match(f"hvpipe run: {says}", last), result.describe()
+        assert "prterun detected" not in result.output
 
 
 # Prints the ports at which this rank and the launcher listen, except on loopback.
