@@ -154,6 +154,8 @@ class Step:
         """The optimizers that make them."""
         self.alone = is_alone()
         """Whether the whole step trains alone on purpose. It is looked at for a later `fit` on all ranks."""
+        self.on_purpose: list[Any] = []
+        """Variables that it updates inside `alone`."""
         self.averages = False
         """Whether an update had averaged gradients."""
         self._averagings = session.averagings
@@ -264,8 +266,9 @@ def tell_of_difference(session: Session, model: Any, received: str) -> None:
         f"step of model {_without_number(model.name)}",
         f"weights of model {model.name} differ between ranks after a step: a part of it trains alone on each "
         "rank. Write `optimizer = hk.DistributedOptimizer(optimizer)` for every optimizer of train_step "
-        "except the one given to compile; average what train_step itself assigns; and restore weights that "
-        "it changes for a moment from a copy, since adding and subtracting rounds. "
+        "except the one given to compile; average what train_step itself assigns; restore weights that "
+        "it changes for a moment from a copy, since adding and subtracting rounds; or, if ranks should "
+        "differ, let an optimizer update inside `with hk.alone():`. "
         f"Received: {received}",
     )
 
@@ -313,9 +316,11 @@ def _look(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | N
         if step is None:
             session.reduced_by_hand = 0  # for this update, or for the one before
         return
-    if is_alone() and not (step is not None and step.alone):
-        return
     trained = trained_variables(optimizer) if variables is None else variables
+    if is_alone() and not (step is not None and step.alone):
+        if step is not None:
+            step.on_purpose += trained
+        return
     pairs = [(g, v) for g, v in zip(gradients, trained, strict=False) if g is not None]
     changed = [v for _, v in pairs]
     if _all_zero([g for g, _ in pairs]):

@@ -338,7 +338,7 @@ class DataParallel:
         self._combined_at = total
 
     def _checksum(self) -> float:
-        return shared_checksum(self.model, self.statistics(), self.equal_slots())
+        return shared_checksum(self.model, self.statistics() + self.steps.on_purpose(), self.equal_slots())
 
     def _take_rank_0s(self, sums: Sequence[float], when: str) -> bool:
         taken = take_rank_0s(self.session, self.model, sums, when)

@@ -101,6 +101,7 @@ class TrainSteps:
         self._steps_run = 0  # those before a resume included
         self._steps_before = 0  # a resume
         self._verify_every = verify_every
+        self._on_purpose: set[int] = set()  # what `train_step` updates inside `alone`, by `identity`
         self.compares_next = True
         """Whether to look for weights that nobody averages after the next step: the first one of a `fit`."""
         self.sync_batch_norm = sync_batch_norm
@@ -356,12 +357,21 @@ class TrainSteps:
         self._hook.tell_of_nonfinite()
         if self.compares_next and self.overlap.exact and self.session.world.size > 1:
             self.hold()
-            tell_of_unaveraged(self.session, self.model)
+            tell_of_unaveraged(self.session, self.model, self._equal())
         self.compares_next = False
         every = self._verify_every
         if every and self._steps_run // every > before // every:
             self.hold()
-            verify_equal(self.session, equal_on_all_ranks(self.model), self._steps_run)
+            verify_equal(self.session, self._equal(), self._steps_run)
+
+    def on_purpose(self) -> list[Any]:
+        """Return the variables that `train_step` updates inside `alone`, and the compiled optimizer does not."""
+        averaged = set() if self._hook is None else set(map(identity, self._hook.variables))
+        own = self._on_purpose - averaged
+        return [v for v in self.model.variables if identity(v) in own] if own else []
+
+    def _equal(self) -> list[Any]:
+        return equal_on_all_ranks(self.model, self.on_purpose())
 
     def _alone(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return the train function of a single rank, which only needs a guard, if any."""
@@ -564,6 +574,7 @@ class TrainSteps:
                 "hvpipe.keras.DistributedOptimizer; otherwise the ranks' weights drift apart. "
                 f"Received: train_step of {type(self.model).__name__}, which reduces no gradient"
             )
+        self._on_purpose |= set(map(identity, step.on_purpose))
         if step.found:
             tell_of_optimizers(self.session, self.model, step.found)
         self._hook.end()

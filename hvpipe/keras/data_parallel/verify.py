@@ -28,9 +28,12 @@ def checksum(variable: Any) -> int:
     return int(checksum_of([variable]))
 
 
-def equal_on_all_ranks(model: Any) -> list[Any]:
-    """Return the variables that all ranks should share: not what layers compute from each rank's data."""
-    own = {id(v) for v, _ in untrained_in(layers_in(model))}
+def equal_on_all_ranks(model: Any, on_purpose: Sequence[Any] = ()) -> list[Any]:
+    """Return the variables that all ranks should share.
+
+    Not what layers compute from each rank's data, nor what each rank trains alone `on_purpose`.
+    """
+    own = {id(v) for v in on_purpose} | {id(v) for v, _ in untrained_in(layers_in(model))}
     return [*(v for v in model.variables if id(v) not in own), *shared_slots(model.optimizer)]
 
 
@@ -54,14 +57,14 @@ def _different(session: Session, variables: Sequence[Any], what: str) -> dict[in
     return {place: each for place, each in sums.items() if len(set(each.values())) > 1}
 
 
-def tell_of_unaveraged(session: Session, model: Any) -> None:
-    """After the first step of a `fit`, tell of nets whose weights differ between ranks; collective.
+def tell_of_unaveraged(session: Session, model: Any, variables: Sequence[Any]) -> None:
+    """After the first step of a `fit`, tell of weights among `variables` that differ; collective.
 
     Raises:
         HvpipeError: If there are any and the session is strict.
     """
     weights = {id(v) for v in model.weights}
-    variables = [v for v in equal_on_all_ranks(model) if id(v) in weights]
+    variables = [v for v in variables if id(v) in weights]
     if len(set(session.engine.agree("weights after the first step of fit", checksum_of(variables)))) == 1:
         return
     different = _different(session, variables, "the weights that differ after the first step of fit")
@@ -71,7 +74,7 @@ def tell_of_unaveraged(session: Session, model: Any) -> None:
         for layer in model.layers
         if (count := sum(id(v) in found for v in layer.weights))
     ]
-    names = ", ".join(name_of(variables[place]) for place in list(different)[:3])
+    names = ", ".join(variables[place].path for place in list(different)[:3])
     tell_of_difference(session, model, ", ".join([*nets, f"beginning with {names}"]))
 
 

@@ -224,6 +224,8 @@ def in_one_array(gradients: Any, _: Any) -> Any:
 class TwoNets(keras.Model):
     """Has a second net, which its own optimizer trains, or none."""
 
+    context: Any = contextlib.nullcontext
+
     def __init__(self, name: str, optimizer: Any) -> None:
         super().__init__(name=name)
         self.first, self.second = (
@@ -248,7 +250,8 @@ class TwoNets(keras.Model):
             for gradient, variable in zip(gradients, second, strict=True):
                 variable.assign_sub(0.1 * gradient)
         else:
-            self.other.apply(gradients, second)
+            with self.context():
+                self.other.apply(gradients, second)
         self.optimizer.apply(tape.gradient(value, first), first)
         return {"loss": value}
 
@@ -274,6 +277,29 @@ def test_a_second_net_that_nobody_averages_is_named(overlap: str, caplog: pytest
     with told(caplog):
         model = trained("wrapped", hk.DistributedOptimizer(keras.optimizers.Adam()))
     assert_same_on_all_ranks({v.path: v.numpy() for v in model.trainable_variables})
+
+
+def test_a_second_net_that_ranks_train_alone_on_purpose(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing compares it, and the next `fit` does not replace it by rank 0's."""
+    monkeypatch.setattr(current(), "settings", replace(current().settings, strict=True))
+    keras.utils.set_random_seed(5)
+    model = compile_again(TwoNets("own", keras.optimizers.SGD(0.1)))
+    model.context = hk.alone
+    model(np.zeros((1, FEATURES)))
+    hk.data_parallel(model, verify_every=1)
+    starts: list[Any] = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: starts.append(model.second.kernel.numpy())
+    )
+    train(model)
+    before = model.second.kernel.numpy()
+    train(model, callbacks=[look])
+    np.testing.assert_array_equal(starts[0], before)
+    assert_same_on_all_ranks({v.path: v.numpy() for v in model.first.variables})
+    assert len(set(hvpipe.allgather_object(before.tobytes()))) == hvpipe.size()
+    assert not [r for r in caplog.records if "rank 0's" in r.getMessage()]
 
 
 def test_strict_makes_it_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
