@@ -24,6 +24,7 @@ _PLACES = ("Detected at node", "<stack traces", "Stack trace", "Traceback")
 # Errors of a rank that another one has left. That rank knows the cause, and the exit code of the job.
 _FOLLOWS = ("PeerError", "UnavailableError")
 _CAUSE_FIRST_S = 2.0
+_LEAVES_WITHIN_S = 10.0  # the end of a Python with TensorFlow
 _UNAVAILABLE = "originally returned UnavailableError"  # which TensorFlow's graphs turn into InternalError
 _HAS_LEFT = "all ranks should call it before they shut down or end"  # csrc/named/coordinator.cc
 
@@ -101,9 +102,11 @@ class _AbortAllRanks:
             why = in_one_line(error)
             tell_end_of_rank(world, why, "".join(traceback.format_exception(kind, error, trace)))
             if why.partition(":")[0] in _FOLLOWS:
-                if _HAS_LEFT in why:  # a rank waits in its shutdown
+                left = _HAS_LEFT in why  # and waits in its shutdown
+                if left:
                     threading.Thread(target=self._show, name="hvpipe-show-error", daemon=True).start()
-                time.sleep(_CAUSE_FIRST_S)  # the launcher ends this rank sooner
+                # The launcher ends this rank sooner.
+                time.sleep(_LEAVES_WITHIN_S if left else _CAUSE_FIRST_S)
             world.abort(1)
 
     def _show(self) -> None:

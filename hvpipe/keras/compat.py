@@ -5,6 +5,7 @@ each Keras from `supported.OLDEST` to `supported.NEWEST`. `missing_members` find
 
 Subclasses of Keras classes override private members that a function cannot wrap:
   - `Model._symbolic_build`, `Model._maybe_symbolic_build` in pipeline/model.py: its models are built already;
+  - `Model._assert_compile_called` there: the error says that `build_model` has compiled the model;
   - `BatchNormalization._moments` in collectives/sync_batch_norm.py: its statistics are those of all ranks;
   - `CompileLoss._flat_losses`, `CompileLoss._metrics` in pipeline/microbatch_loss.py and loss_entries.py,
     which put their own losses there.

@@ -130,6 +130,22 @@ def test_all_listen_at_the_ports_that_are_given(tmp_path: Path) -> None:
     assert "a port for the launcher and two for each rank of a host" in result.output
 
 
+@pytest.mark.parametrize("caller", ['exec "$@" <&- >&- 2>&-', 'exec "$@" >&-', 'unset HOME; exec "$@"'])
+def test_a_caller_without_streams_or_home(caller: str, tmp_path: Path) -> None:
+    """As some services and cron jobs are."""
+    script = tmp_path / "script.py"
+    says = "print('out'); print('err', file=sys.stderr)\n"
+    script.write_text(
+        f"{WORLD}{says}world.barrier()\nPath('{tmp_path}/' + str(world.rank)).touch()\nsys.exit(3)"
+    )
+    command = ["sh", "-c", caller, "sh", sys.executable, "-m", "hvpipe", "run", "-np", "2", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert ended.returncode == 3, ended
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
+    assert ended.stderr.count("err") == 2 * ("2>" not in caller)
+
+
 def test_an_import_error_before_hvpipe_ends_all_ranks(tmp_path: Path) -> None:
     script = "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': import absent\ntime.sleep(60)"
     result = hvpipe_run(tmp_path, script, "-np", "2", limit_s=30.0)

@@ -273,6 +273,15 @@ class PipelineParallel(PipelineSaving, keras.Model):
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         pass
 
+    def _assert_compile_called(self, method_name: str | None = None) -> None:
+        if not self.compiled and self._context.model.compiled:
+            raise HvpipeError(
+                "A pipeline should be compiled before it is used. build_model has compiled the model: call "
+                "`pipe.compile()` to take that. "
+                f"Received: {method_name or 'a step'} before compile"
+            )
+        super()._assert_compile_called(method_name)
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configure training, as keras.Model.compile does.
 

@@ -393,6 +393,9 @@ def test_a_pipeline_takes_what_build_model_compiled_unless_it_is_told(optimizer:
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
     pipe = hk.pipeline_parallel(compiled)
+    for use in (pipe.fit, pipe.evaluate, pipe.train_on_batch):
+        with pytest.raises(HvpipeError, match=r"build_model has compiled the model: call `pipe.compile\(\)`"):
+            use(x, y)
     pipe.compile("sgd", "mse")
     assert isinstance(pipe.optimizer, keras.optimizers.SGD)
     own = hk.pipeline_parallel(trained_alone())
