@@ -116,7 +116,7 @@ def _numbers(value: Any) -> int:
 
 
 def _by_script(session: Session, variables: Sequence[Any]) -> bool:
-    """Return whether the script may have reduced gradients of variables since the update before, or in a step.
+    """Return whether the script may have reduced the variables' gradients since the update before.
 
     What it has reduced for these does not suffice for others as well.
     """

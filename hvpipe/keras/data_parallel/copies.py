@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import replace_clone_model
 from hvpipe.keras.training_alone import is_alone
 from hvpipe.session import is_initialized
@@ -40,7 +41,31 @@ def _deepcopy(model: Any, memo: dict[int, Any]) -> Any:
 
 def _hooked(model: Any, copied: Any) -> Any:
     again = vars(model).get(_AGAIN)
-    return copied if again is None or is_alone() or not is_initialized() else again(copied)
+    return copied if again is None or is_alone() or not is_initialized() else _telling(again(copied))
+
+
+def _telling(copied: Any) -> Any:
+    """Let errors of a copy that only some ranks use say what it is."""
+    for name in ("fit", "evaluate", "train_on_batch"):
+        if name in vars(copied):
+            setattr(copied, name, _told(copied.name, getattr(copied, name)))
+    return copied
+
+
+def _told(model: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except HvpipeError as error:
+            if "should make the same calls" in str(error):  # the others are elsewhere, or have left
+                error.args = (
+                    f"{error} Model {model} is a copy of a data_parallel model: its {method.__name__} needs "
+                    "all ranks. If one rank uses it alone, make the copy inside `with hk.alone():`.",
+                )
+            raise
+
+    return call
 
 
 def _keeping_hooks(own: Callable[..., Any]) -> Callable[..., Any]:

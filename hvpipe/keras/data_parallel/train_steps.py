@@ -365,7 +365,7 @@ class TrainSteps:
             verify_equal(self.session, self._equal(), self._steps_run)
 
     def on_purpose(self) -> list[Any]:
-        """Return the variables that `train_step` updates inside `alone`, and the compiled optimizer does not."""
+        """Return the variables that only an update inside `alone` trains."""
         averaged = set() if self._hook is None else set(map(identity, self._hook.variables))
         own = self._on_purpose - averaged
         return [v for v in self.model.variables if identity(v) in own] if own else []
