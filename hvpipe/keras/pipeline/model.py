@@ -280,7 +280,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
                 "`pipe.compile()` to take that. "
                 f"Received: {method_name or 'a step'} before compile"
             )
-        super()._assert_compile_called(method_name)
+        compat.check_compiled(super(), method_name or "fit")
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configure training, as keras.Model.compile does.
