@@ -46,7 +46,11 @@ class Item(NamedTuple):
 
 def check_same_model(session: Session, model: Any) -> None:
     """Raise MismatchError, on every rank, unless all ranks train the same model; collective."""
-    items = [*layer_items(layers_in(model)), *_settings("optimizer", model.optimizer), *loss_items(model)]
+    items = [
+        *layer_items(layers_in(model)),
+        *settings_items("optimizer", model.optimizer),
+        *loss_items(model),
+    ]
     check_same(session, "All ranks should train the same model", items)
 
 
@@ -97,7 +101,7 @@ def layer_items(layers: Sequence[Any]) -> Iterator[Item]:
             if isinstance(layer, Functional):
                 yield from _calls(said, layer)
             if not (isinstance(layer, keras.Model) and _is_of_keras(layer)):  # its layers have their own
-                yield from _settings(said, layer)
+                yield from settings_items(said, layer)
 
 
 def _calls(place: str, functional: Any) -> Iterator[Item]:
@@ -115,7 +119,7 @@ def loss_items(model: Any) -> Iterator[Item]:
     for name in ("loss", "loss_weights"):
         value = getattr(model, name, None)
         if isinstance(value, keras.losses.Loss):
-            yield from _settings(name, value)
+            yield from settings_items(name, value)
         else:
             yield from _flat(name, _plain(value))
 
@@ -132,7 +136,7 @@ def _without_constants() -> Iterator[None]:
         constant.get_config = get_config
 
 
-def _settings(place: str, thing: Any) -> Iterator[Item]:
+def settings_items(place: str, thing: Any) -> Iterator[Item]:
     """Yield the class of a layer, loss or optimizer, and its config if it has one."""
     yield Item(f"{place} class:", type(thing).__name__)
     yield from _flat(place, _plain(_without_rates(_config_of(thing))), not _is_of_keras(thing))
@@ -189,6 +193,8 @@ def _plain_dict(value: Mapping[Any, Any]) -> Any:
     config = value.get("config")
     if isinstance(config, Mapping) and "trainable" in config:
         return "a layer"  # with items of its own
+    if isinstance(config, Mapping) and "DTypePolicy" not in str(value.get("class_name")):
+        value = {**value, "config": {key: one for key, one in config.items() if key != "name"}}
     found: list[tuple[str, Any]] = []
     for key, one in value.items():
         if not _MAY_DIFFER.fullmatch(str(key)):

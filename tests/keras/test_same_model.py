@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvpipe.keras.compat import layers_in
-from hvpipe.keras.same_model import Item, layer_items, loss_items
+from hvpipe.keras.same_model import Item, layer_items, loss_items, settings_items
 
 layers = keras.layers
 
@@ -102,3 +102,16 @@ def test_losses_by_name() -> None:
     """Automatic names are numbered, and sets of names have another order on each rank."""
     assert losses(a_3="mae", b="mse") == losses(b="mse", a_11="mae") != losses(a_3="mse", b="mae")
     assert len(losses(a_3="mae", a_4="mse")) == 3
+
+
+def scaled(name: str, **options: Any) -> list[Item]:
+    inner = keras.optimizers.SGD(name=name, **options)
+    return list(settings_items("optimizer", keras.optimizers.LossScaleOptimizer(inner, name=name)))
+
+
+def test_names_and_rates_of_optimizers_do_not_count() -> None:
+    assert (
+        scaled("sgd_5", learning_rate=0.1)
+        == scaled("sgd_7", learning_rate=0.2)
+        != scaled("sgd", nesterov=True)
+    )
