@@ -17,7 +17,7 @@ def test_every_pair_has_a_link_that_all_ranks_know() -> None:
     engine = current().engine
     links = measure_links(engine, sizes_bytes=(1, 10_000, 1_000_000), repeats=3)
     assert sorted(links) == list(combinations(range(hvpipe.size()), 2))
-    assert all(found == links for found in engine.allgather_object(links))
+    assert all(found == links for found in engine.allgather_object(links, "test"))
 
 
 def test_selected_pairs() -> None:
