@@ -101,7 +101,7 @@ def layer_items(layers: Sequence[Any]) -> Iterator[Item]:
             if isinstance(layer, Functional):
                 yield from _calls(said, layer)
             if not (isinstance(layer, keras.Model) and _is_of_keras(layer)):  # its layers have their own
-                yield from settings_items(said, layer)
+                yield from _config_items(said, layer)
 
 
 def _calls(place: str, functional: Any) -> Iterator[Item]:
@@ -137,8 +137,12 @@ def _without_constants() -> Iterator[None]:
 
 
 def settings_items(place: str, thing: Any) -> Iterator[Item]:
-    """Yield the class of a layer, loss or optimizer, and its config if it has one."""
+    """Yield the class of a loss or optimizer, and its config if it has one."""
     yield Item(f"{place} class:", type(thing).__name__)
+    yield from _config_items(place, thing)
+
+
+def _config_items(place: str, thing: Any) -> Iterator[Item]:
     yield from _flat(place, _plain(_without_rates(_config_of(thing))), not _is_of_keras(thing))
 
 
@@ -147,7 +151,7 @@ def _is_of_keras(thing: Any) -> bool:
 
 
 def _config_of(thing: Any) -> dict[str, Any]:
-    """Return the config without the name; {} if there is none."""
+    """Return the settings of a layer, loss or optimizer, but for its name; {} if it does not tell them."""
     # Not the method of the instance: data_parallel's finishes an update first.
     read = getattr(type(thing), "get_config", None)
     try:
