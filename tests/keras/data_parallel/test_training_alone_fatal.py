@@ -7,13 +7,16 @@ from pathlib import Path
 
 from distributed import expect_fatal, launch
 
-SCRIPT = """
+HEAD = """
 import keras
 import numpy as np
 import hvpipe
 import hvpipe.keras as hk
 
 hvpipe.init()
+"""
+
+MODEL = """
 if hvpipe.rank() == 1:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="probe")
     model.compile("sgd", "mse")
@@ -24,7 +27,7 @@ hvpipe.barrier()
 
 def test_a_rank_that_alone_trains_a_model(tmp_path: Path) -> None:
     script = tmp_path / "case.py"
-    script.write_text(SCRIPT)
+    script.write_text(HEAD + MODEL)
     result = launch(2, [script], limit_s=90)
     assert result.returncode == 0, result.describe()
     assert len(re.findall("hvpipe: model probe trains alone on this rank", result.output)) == 1, result.output
@@ -33,12 +36,6 @@ def test_a_rank_that_alone_trains_a_model(tmp_path: Path) -> None:
 
 
 COPY = """
-import keras
-import numpy as np
-import hvpipe
-import hvpipe.keras as hk
-
-hvpipe.init()
 model = hk.data_parallel(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="net"))
 if hvpipe.rank() == 0:
     best = keras.models.clone_model(model)
@@ -50,7 +47,7 @@ hvpipe.barrier()
 
 def test_a_rank_that_alone_uses_a_copy_learns_what_it_is(tmp_path: Path) -> None:
     script = tmp_path / "case.py"
-    script.write_text(COPY)
+    script.write_text(HEAD + COPY)
     says = (
         r"Model net is a copy of a data_parallel model: its evaluate needs all ranks.*`with hk\.alone\(\):`"
     )
