@@ -19,7 +19,6 @@ from hvpipe.errors import HvpipeError
 
 logger = logging.getLogger("hvpipe")
 
-_NO_FILE = FileRecord("", 0, "")
 _FAILED = "failed"
 _LONGEST_PAUSE_S = 0.25
 
@@ -160,7 +159,7 @@ class Writer:
         rank = self._options.rank
         part = RankPart(
             rank,
-            _NO_FILE,
+            FileRecord(f"rank-{rank}.npz", 0, ""),  # until it is written
             tuple(snapshot.values),
             snapshot.samples,
             snapshot.epoch_samples,

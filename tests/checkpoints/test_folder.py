@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from checkpoint_files import RANKS, Alone, Died, dying_at, newest_step, snapshot, values, write
 from hvpipe.checkpoints import folder as folders
+from hvpipe.checkpoints import writer as writing
 from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.files import UnreadableError
 from hvpipe.checkpoints.usable import newest_usable
@@ -161,20 +163,16 @@ def test_no_complete_one_is_a_fresh_start(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_rank_that_cannot_write_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's disk is full: rank 0 gives up at once, the old checkpoint stays, and the next one works."""
     write(tmp_path, 1)
-    real = Writer._write_part
+    real = writing.write_file
 
-    def full(self: Writer, place: Path, part: object) -> None:
-        if self._options.rank == 1:
-            monkeypatch.setattr("hvpipe.checkpoints.writer.write_file", no_space)
-        real(self, place, part)  # type: ignore[arg-type]
-
-    def no_space(path: Path, write: object) -> object:
-        raise OSError(28, "No space left on device")
+    def full(path: Path, write: Any) -> Any:
+        if path.name.startswith("rank-1."):
+            raise OSError(28, "No space left on device")
+        return real(path, write)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Writer, "_write_part", full)
+        patch.setattr(writing, "write_file", full)
         causes = write(tmp_path, 2)
-    monkeypatch.undo()
     assert all("No space left on device" in str(cause) for cause in causes)
     assert newest_step(tmp_path) == 1
     assert write(tmp_path, 3) == [None, None]
