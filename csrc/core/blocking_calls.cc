@@ -118,7 +118,7 @@ void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std
   const Turns::Turn turn = TakeTurn(interrupt);
   const int tag = NextTag();
   RunChecked(
-      what, [=](const Operation&) { return network_.MakeBroadcast(data, bytes, root, tag); }, interrupt);
+      what, [=](const Operation&) { return network_.MakeBroadcast(network_.copies(), data, bytes, root, tag); }, interrupt);
 }
 
 void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,

@@ -6,7 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "collectives/gather.h"
 #include "collectives/ring.h"
 #include "collectives/tags.h"
 
@@ -40,12 +39,26 @@ const Record* Network::EarlyRecord() {
 }
 
 std::unique_ptr<Collective> Network::MakeAllGather(void* out, std::size_t bytes, int tag) {
-  return std::make_unique<RingAllGather>(copies(), counters_, out, bytes, options_.segment_bytes, tag);
+  auto* const parts = static_cast<char*>(out);
+  std::vector<SentPart> sends;
+  std::vector<ReceivedPart> receives;
+  for (int peer = 0; peer < topology_.size; ++peer) {
+    if (peer == topology_.rank) continue;
+    sends.push_back({peer, parts + static_cast<std::size_t>(topology_.rank) * bytes, bytes});
+    receives.push_back({peer, parts + static_cast<std::size_t>(peer) * bytes, bytes});
+  }
+  return MakeExchange(copies(), sends, receives, tag);
 }
 
-std::unique_ptr<Collective> Network::MakeBroadcast(void* data, std::size_t bytes, int root, int tag) {
-  return std::make_unique<ChainBroadcast>(copies(), counters_, data, bytes, root, options_.segment_bytes,
-                                          tag);
+std::unique_ptr<Collective> Network::MakeExchange(Transport& ranks, const std::vector<SentPart>& sends,
+                                                  const std::vector<ReceivedPart>& receives, int tag) {
+  const MessageOptions message{0, tag, options_.segment_bytes, options_.messages_in_flight};
+  return hvpipe::MakeExchange(ranks, counters_, sends, receives, message);
+}
+
+std::unique_ptr<Collective> Network::MakeBroadcast(Transport& ranks, void* data, std::size_t bytes, int root,
+                                                   int tag) {
+  return std::make_unique<ChainBroadcast>(ranks, counters_, data, bytes, root, options_.segment_bytes, tag);
 }
 
 std::unique_ptr<Collective> Network::MakeSend(const void* data, std::size_t bytes,
@@ -92,11 +105,12 @@ double Network::NapS(int idle_passes, bool caller_waits) const {
 
 void Network::Free() {
   texts_->Free();
+  requests_->Free();
   ForEachGroup([](Transport& group) { group.Free(); });
   for (const auto* window : {&broadcast_window_, &reduce_window_}) {
     if (*window) (*window)->Free();
   }
-  for (const auto* transport : {&leaders_, &copies_, &messages_, &ring_}) {
+  for (const auto* transport : {&leaders_, &copies_, &named_, &messages_, &ring_}) {
     if (*transport) (*transport)->Free();
   }
 }

@@ -100,13 +100,6 @@ class MpiWorld:
                 **settings.engine_options(self.eager_bytes * 15 // 16),  # leave room for headers
             )
 
-    def make_named_calls(self, settings: Settings) -> Any:
-        """Return the service for collectives that ranks call by name. Collective."""
-        with self._limited("calls of MPI that make named collectives"):
-            return import_native().NamedCalls.create(
-                self._engine_handle, settings.engine_timeout_s, self.local_rank, self.local_size
-            )
-
     def watch(self, lost: Callable[[list[int]], None]) -> None:
         """Call `lost(ranks)` once, from another thread, when ranks are lost. On all ranks.
 

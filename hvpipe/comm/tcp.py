@@ -80,12 +80,6 @@ class TcpWorld:
         hosts = [places.index(place) for place in places]
         return make_engine(self, self._mesh, hosts, settings)
 
-    def make_named_calls(self, settings: Settings) -> Any:
-        """Return the service for collectives that ranks call by name. Collective."""
-        return import_native().NamedCalls.create_over_sockets(
-            self._mesh, settings.engine_timeout_s, self.local_rank, self.local_size
-        )
-
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
         self._send(value, [rank for rank in range(self.size) if rank != self.rank])

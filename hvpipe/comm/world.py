@@ -7,7 +7,6 @@ import sys
 from typing import Any, Protocol
 
 from hvpipe.comm.discover import Launch
-from hvpipe.comm.native import import_native
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.versions import check_same_versions
 from hvpipe.errors import HvpipeError, InitError
@@ -80,9 +79,6 @@ class World(Protocol):
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks; None with one rank. Collective."""
 
-    def make_named_calls(self, settings: Settings) -> Any:
-        """Return the service for collectives that ranks call by name. Collective."""
-
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the plain values (see hvpipe.comm.objects) of all ranks, in rank order."""
 
@@ -126,9 +122,6 @@ class SingleWorld:
 
     def make_engine(self, settings: Settings) -> Any:
         return None
-
-    def make_named_calls(self, settings: Settings) -> Any:
-        return import_native().NamedCalls.create(None, settings.timeout_s, self.local_rank, self.local_size)
 
     def allgather_object(self, value: Any) -> list[Any]:
         return [value]
