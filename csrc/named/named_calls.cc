@@ -33,7 +33,7 @@ struct NamedCalls::Pending {
   Operation* operation = nullptr;
   std::optional<Response> response;
   bool agreed = false;         // all ranks have made the call
-  double stopped_s = 0;        // how long its clock had stood still when it began
+  double clock_s = 0;          // ClockOf its process set when it began
   std::optional<Error> error;  // of this call alone
 };
 
@@ -51,12 +51,8 @@ class NamedCalls::Answer : public Collective {
     const int set = pending_->call.request.set;
     return set == 0 ? std::vector<int>{} : calls_.RanksOf(set);
   }
-  // Rank 0 ends calls that wait too long. If it cannot, each rank does.
-  double GraceS() const override {
-    if (calls_.coordinator_) return std::numeric_limits<double>::infinity();
-    const int set = pending_->call.request.set;
-    return kGraceS + calls_.now_s_ - calls_.ClockOf(set) - pending_->stopped_s;
-  }
+  // Rank 0 ends calls that wait too long. If it does not, CheckAnswers does.
+  double GraceS() const override { return std::numeric_limits<double>::infinity(); }
 
  private:
   const NamedCalls& calls_;
@@ -117,7 +113,7 @@ void NamedCalls::Submit(Call call) {
   pending->operation = operation.get();
   pending->call = std::move(call);
   operation->AddStage([this, pending, key](const Operation&) {
-    pending->stopped_s = now_s_ - ClockOf(key.first);
+    pending->clock_s = ClockOf(key.first);
     pending_[key] = pending;
     Announce(pending->call.request);
     return std::make_unique<Answer>(*this, pending);
@@ -286,6 +282,7 @@ bool NamedCalls::Serve(double now_s) {
   if (now_s - looked_s_ > kLookS) {
     looked_s_ = now_s;
     TakeLost();
+    CheckAnswers();
   }
   if (moved) active_s_ = now_s;
   return moved;
@@ -406,6 +403,18 @@ void NamedCalls::TakeLost() {
     throw Error("Rank 0 should begin collectives by name. Received: the end of its connection. Has that rank "
                 "ended, or its network?",
                 ErrorKind::kPeer);
+  }
+}
+
+void NamedCalls::CheckAnswers() const {
+  for (const auto& [key, each] : pending_) {
+    const Request& request = each->call.request;
+    const double waited_s = ClockOf(request.set) - each->clock_s;
+    if (request.kind == Kind::kJoin || waited_s < timeout_s_ + kGraceS) continue;
+    throw Error("Rank 0 should answer " + request.Described() + " named " + request.name + " within " +
+                    std::to_string(static_cast<int>(timeout_s_)) +
+                    " s (HVPIPE_TIMEOUT). Received: no answer. Has it ended, or does it hang?",
+                ErrorKind::kDeadline);
   }
 }
 

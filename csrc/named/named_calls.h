@@ -88,6 +88,7 @@ class NamedCalls {
   void Begin(Operation& operation, const std::shared_ptr<AgreedCall>& agreed);
   void RemoveSet(int set);
   void TakeLost();
+  void CheckAnswers() const;
   double ClockOf(int set) const;
   void LetClocksRun(double now_s);
   std::string WaitsFor(const Key& key) const;
