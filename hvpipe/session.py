@@ -172,9 +172,10 @@ class Session:
 
     def _tell_of_training_alone(self) -> None:
         """Warn of what this rank has trained alone, and no lower rank; rank 0 told at once. Collective."""
-        if not any(self.engine.agree("what ranks have trained alone", float(len(self.trained_alone)))):
+        what = "what ranks have trained alone"
+        if not any(self.engine.agree(what, float(len(self.trained_alone)))):
             return
-        everyones = self.world.allgather_object(list(self.trained_alone))
+        everyones = self.engine.allgather_object(list(self.trained_alone), what)
         lower = {what for whats in everyones[: self.world.rank] for what in whats}
         for what, text in self.trained_alone.items():
             if self.world.rank > 0 and what not in lower:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <thread>
 #include <utility>
 
@@ -38,14 +39,21 @@ const Record* Network::EarlyRecord() {
   return early_ ? &*early_ : nullptr;
 }
 
-std::unique_ptr<Collective> Network::MakeAllGather(void* out, std::size_t bytes, int tag) {
-  auto* const parts = static_cast<char*>(out);
+std::unique_ptr<Collective> Network::MakeGather(const void* in, void* out,
+                                                const std::vector<std::size_t>& bytes,
+                                                std::optional<int> root, int tag) {
+  auto* target = static_cast<char*>(out);
   std::vector<SentPart> sends;
   std::vector<ReceivedPart> receives;
   for (int peer = 0; peer < topology_.size; ++peer) {
-    if (peer == topology_.rank) continue;
-    sends.push_back({peer, parts + static_cast<std::size_t>(topology_.rank) * bytes, bytes});
-    receives.push_back({peer, parts + static_cast<std::size_t>(peer) * bytes, bytes});
+    const std::size_t theirs = bytes[static_cast<std::size_t>(peer)];
+    const bool is_target = root.value_or(topology_.rank) == topology_.rank;
+    if (peer != topology_.rank && root.value_or(peer) == peer)
+      sends.push_back({peer, in, bytes[static_cast<std::size_t>(topology_.rank)]});
+    if (!is_target) continue;
+    if (peer != topology_.rank) receives.push_back({peer, target, theirs});
+    if (peer == topology_.rank && in != target && theirs > 0) std::memcpy(target, in, theirs);
+    target += theirs;
   }
   return MakeExchange(copies(), sends, receives, tag);
 }
