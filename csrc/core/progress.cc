@@ -138,6 +138,7 @@ void Progress::Loop() {
   AskForShortTurns();
   PassResult result;
   for (;;) {
+    bool yields = false;
     {
       std::unique_lock<std::mutex> lock(inbox_mutex_);
       const auto has_work = [&] { return stop_ || (woken_ && inline_drivers_ == 0); };
@@ -148,12 +149,14 @@ void Progress::Loop() {
       } else if (!result.moved && result.nap_s > 0) {
         ++counters_.sleeps;
         wake_.wait_for(lock, std::chrono::duration<double>(result.nap_s), has_work);
+      } else {
+        yields = !result.moved;
       }
       if (stop_) break;
       if (inline_drivers_ > 0) continue;
       woken_ = false;
     }
-    if (!result.moved && result.nap_s == 0) std::this_thread::yield();
+    if (yields) std::this_thread::yield();
     {
       const std::lock_guard<std::mutex> drive(drive_mutex_);
       result = Pass();
