@@ -23,7 +23,7 @@ from hvpipe.comm.flight_record import (
     keep_record,
     tell_recorder,
 )
-from hvpipe.comm.job_folder import abort_sign, tell_end, tell_joined
+from hvpipe.comm.job_folder import tell_end, tell_joined
 from hvpipe.comm.native import LeftToParent, import_native
 from hvpipe.comm.noted_exit import exit_call
 from hvpipe.comm.rank_gpu import may_have_gpu
@@ -127,7 +127,7 @@ class Session:
         if self.engine.core is not None:
             import_native().set_default(self.engine.core)
             keep_record(self.engine.core)
-            self.named_calls()  # now, because all ranks open it together
+            self.named_calls()  # now, because kernels of TensorFlow look for them
         self.checkpoints: Path | None = None  # their folder, once `fit` writes some
         self.lost: str | None = None  # says which ranks are lost, until the others go on
         self.run_section: Callable[[Callable[[], Any]], Any] = plainly
@@ -161,7 +161,6 @@ class Session:
             self.agree_patiently("the end of shutdown")
         if self._named_calls is not None:
             import_native().set_default_named_calls(None)
-            self._named_calls.stop()
             self._named_calls = None
         if self.engine.core is not None:
             import_native().set_default(None)
@@ -173,9 +172,10 @@ class Session:
 
     def _tell_of_training_alone(self) -> None:
         """Warn of what this rank has trained alone, and no lower rank; rank 0 told at once. Collective."""
-        if not any(self.engine.agree("what ranks have trained alone", float(len(self.trained_alone)))):
+        what = "what ranks have trained alone"
+        if not any(self.engine.agree(what, float(len(self.trained_alone)))):
             return
-        everyones = self.world.allgather_object(list(self.trained_alone))
+        everyones = self.engine.allgather_object(list(self.trained_alone), what)
         lower = {what for whats in everyones[: self.world.rank] for what in whats}
         for what, text in self.trained_alone.items():
             if self.world.rank > 0 and what not in lower:
@@ -295,14 +295,11 @@ class Session:
         self.engine.agree_patiently(what, max(self.settings.longest_shutdown_s, least_s), shown)
 
     def named_calls(self) -> Any:
-        """Return the service for collectives that ranks call by name (csrc/named)."""
+        """Return the collectives that ranks call by name (csrc/named)."""
         if self._named_calls is None:
-            self._named_calls = self.world.make_named_calls(self.settings)
-            if self.engine.core is not None:
-                folder = self.settings.job_folder
-                sign = "" if folder is None else str(abort_sign(folder))
-                self._named_calls.watch_with(self.engine.core, self.settings.engine_stall_s, sign)
-            import_native().set_default_named_calls(self._named_calls)
+            native, world = import_native(), self.world
+            self._named_calls = native.NamedCalls.create(self.engine.core, world.local_rank, world.local_size)
+            native.set_default_named_calls(self._named_calls)
         return self._named_calls
 
     def read_clock(self) -> tuple[float, float]:

@@ -21,6 +21,11 @@ class Collective {
   virtual std::string Waiting() const = 0;
   // The rank of all ranks that it waits for, if it needs no other.
   virtual std::optional<int> Peer() const { return std::nullopt; }
+  // The ranks of all ranks that take part; empty: all.
+  virtual std::vector<int> Ranks() const {
+    const auto peer = Peer();
+    return peer ? std::vector<int>{*peer} : std::vector<int>{};
+  }
   // Seconds by which its deadline is later. Not 0 if another rank of the host waits for the same and can name
   // the cause.
   virtual double GraceS() const { return 0; }

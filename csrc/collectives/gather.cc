@@ -1,60 +1,31 @@
-// All-gather around a ring and broadcast along a chain: initial weights, metrics, objects.
+// Parts that go straight to their peers, and broadcast along a chain.
 #include "collectives/gather.h"
+
+#include <algorithm>
 
 namespace hvpipe {
 
-RingAllGather::RingAllGather(Transport& transport, Counters& counters, void* out, std::size_t bytes,
-                             std::size_t segment_bytes, int tag)
-    : transport_(transport),
-      counters_(counters),
-      out_(static_cast<char*>(out)),
-      bytes_(bytes),
-      tag_(tag),
-      segments_(SegmentsOf(bytes, segment_bytes)),
-      total_(bytes == 0 ? 0 : segments_ * static_cast<std::size_t>(transport.size() - 1)) {}
-
-Range RingAllGather::Segment(std::size_t index, int shift) const {
-  const auto ranks = static_cast<std::size_t>(transport_.size());
-  const std::size_t step = index / segments_ + static_cast<std::size_t>(shift);
-  const std::size_t owner = (static_cast<std::size_t>(transport_.rank()) + 2 * ranks - step) % ranks;
-  const Range segment = SplitEvenly(bytes_, segments_, index % segments_);
-  return {owner * bytes_ + segment.first, segment.count};
-}
-
-bool RingAllGather::Step() {
-  const int left = (transport_.rank() + transport_.size() - 1) % transport_.size();
-  const int right = (transport_.rank() + 1) % transport_.size();
-  bool moved = false;
-  if (receive_ == kNoTicket && received_ < total_) {
-    const Range segment = Segment(received_, 1);
-    receive_ = transport_.Irecv(out_ + segment.first, segment.count, left, tag_);
+// Each rank begins with the ranks after it, so that not all send to one at first.
+std::unique_ptr<Collective> MakeExchange(Transport& transport, Counters& counters,
+                                         const std::vector<SentPart>& sends,
+                                         const std::vector<ReceivedPart>& receives, MessageOptions message) {
+  std::vector<std::unique_ptr<Collective>> messages;
+  for (const ReceivedPart& part : receives) {
+    message.peer = part.peer;
+    if (part.bytes > 0)
+      messages.push_back(
+          std::make_unique<MessageReceive>(transport, counters, part.data, part.bytes, message));
   }
-  if (send_ == kNoTicket && sent_ < total_ && (sent_ < segments_ || sent_ - segments_ < received_)) {
-    const Range segment = Segment(sent_, 0);
-    send_ = transport_.Isend(out_ + segment.first, segment.count, right, tag_);
-    counters_.network_bytes_sent += segment.count;
-    ++counters_.messages_sent;
-    moved = true;
-  }
-  if (receive_ != kNoTicket && transport_.Test(receive_)) {
-    counters_.network_bytes_received += Segment(received_, 1).count;
-    receive_ = kNoTicket;
-    ++received_;
-    moved = true;
-  }
-  if (send_ != kNoTicket && transport_.Test(send_)) {
-    send_ = kNoTicket;
-    ++sent_;
-    moved = true;
-  }
-  return moved;
-}
-
-std::string RingAllGather::Waiting() const {
-  return "all-gather segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) +
-         " from rank " +
-         std::to_string(
-             transport_.RankInJob((transport_.rank() + transport_.size() - 1) % transport_.size()));
+  const auto after = std::find_if(sends.begin(), sends.end(),
+                                  [&](const SentPart& part) { return part.peer > transport.rank(); });
+  const auto add = [&](const SentPart& part) {
+    message.peer = part.peer;
+    if (part.bytes > 0)
+      messages.push_back(std::make_unique<MessageSend>(transport, counters, part.data, part.bytes, message));
+  };
+  std::for_each(after, sends.end(), add);
+  std::for_each(sends.begin(), after, add);
+  return std::make_unique<ConcurrentCollectives>(std::move(messages));
 }
 
 ChainBroadcast::ChainBroadcast(Transport& transport, Counters& counters, void* data, std::size_t bytes,

@@ -1,38 +1,35 @@
-// All-gather and broadcast of bytes over a transport. Not used within a training step.
+// Exchange of parts between all ranks of a transport (all-gather, all-to-all), and broadcast.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "collectives/collective.h"
+#include "collectives/message.h"
 #include "collectives/segments.h"
 #include "collectives/transport.h"
 #include "core/telemetry.h"
 
 namespace hvpipe {
 
-// Sends `bytes` of every rank to every rank, in size - 1 steps around a ring.
-class RingAllGather : public Collective {
- public:
-  // `out` has size * `bytes` bytes; this rank's own data must be in its place already.
-  RingAllGather(Transport& transport, Counters& counters, void* out, std::size_t bytes,
-                std::size_t segment_bytes, int tag);
-  bool Step() override;
-  bool done() const override { return received_ == total_ && sent_ == total_; }
-  std::string Waiting() const override;
-
- private:
-  Range Segment(std::size_t index, int shift) const;
-
-  Transport& transport_;
-  Counters& counters_;
-  char* out_;
-  std::size_t bytes_;
-  int tag_;
-  std::size_t segments_, total_;
-  std::size_t received_ = 0, sent_ = 0;
-  Ticket receive_ = kNoTicket, send_ = kNoTicket;
+// What goes to a peer, and what comes from one.
+struct SentPart {
+  int peer;
+  const void* data;
+  std::size_t bytes;
 };
+struct ReceivedPart {
+  int peer;
+  void* data;
+  std::size_t bytes;
+};
+
+// Sends and receives all parts side by side, each straight to its peer. Both ends know the size of a part: an
+// empty one is no message. At most one part goes from one rank to another. `message` has the tag.
+std::unique_ptr<Collective> MakeExchange(Transport& transport, Counters& counters,
+                                         const std::vector<SentPart>& sends,
+                                         const std::vector<ReceivedPart>& receives, MessageOptions message);
 
 // Sends `bytes` from root along a chain of ranks, in segments, so that all links work at the same time.
 class ChainBroadcast : public Collective {

@@ -19,5 +19,6 @@ inline constexpr int kGroupTag = 2;
 inline constexpr int kControlPriority = -2;  // before any bucket, because all buckets wait for it
 inline constexpr int kBlockingPriority = -1;
 inline constexpr int kMessagePriority = -1;  // a pipeline stage waits for it
+inline constexpr int kNamedPriority = -1;    // a caller waits for it
 
 }  // namespace hvpipe

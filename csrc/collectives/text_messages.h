@@ -28,7 +28,7 @@ struct ProcessName {
   static ProcessName Own();
 };
 
-// Threads: one thread at a time, which is the watchdog's. No lock.
+// Threads: one thread at a time: the watchdog's, or the driving thread. No lock.
 class TextMessages {
  public:
   virtual ~TextMessages() = default;

@@ -118,18 +118,21 @@ void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std
   const Turns::Turn turn = TakeTurn(interrupt);
   const int tag = NextTag();
   RunChecked(
-      what, [=](const Operation&) { return network_.MakeBroadcast(data, bytes, root, tag); }, interrupt);
+      what,
+      [=](const Operation&) { return network_.MakeBroadcast(network_.copies(), data, bytes, root, tag); },
+      interrupt);
 }
 
-void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
-                              const Interrupt& interrupt) {
-  const Topology& topology = network_.topology();
-  char* mine = static_cast<char*>(out) + static_cast<std::size_t>(topology.rank) * bytes;
-  if (in != mine) std::memcpy(mine, in, bytes);
-  if (topology.size == 1) return;
+void BlockingCalls::Gather(const void* in, void* out, const std::vector<std::size_t>& bytes,
+                           std::optional<int> root, const std::string& what, const Interrupt& interrupt) {
+  if (network_.topology().size == 1) {
+    if (in != out && bytes.front() > 0) std::memcpy(out, in, bytes.front());
+    return;
+  }
   const Turns::Turn turn = TakeTurn(interrupt);
   const int tag = NextTag();
-  RunChecked(what, [=](const Operation&) { return network_.MakeAllGather(out, bytes, tag); }, interrupt);
+  RunChecked(
+      what, [=](const Operation&) { return network_.MakeGather(in, out, bytes, root, tag); }, interrupt);
 }
 
 std::vector<double> BlockingCalls::Agree(const std::string& what, double samples, const Interrupt& interrupt,

@@ -42,9 +42,9 @@ class BlockingCalls {
                  const std::string& what, const Interrupt& interrupt);
   void Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
                  const Interrupt& interrupt);
-  // Gather `bytes` from each rank, in rank order.
-  void AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
-                 const Interrupt& interrupt);
+  // Gather `bytes` of each rank, in rank order, on all ranks or on `root` alone. `out` may begin with `in`.
+  void Gather(const void* in, void* out, const std::vector<std::size_t>& bytes, std::optional<int> root,
+              const std::string& what, const Interrupt& interrupt);
   // Wait for all ranks. Throws unless all came with the same `what`. Returns the samples of each rank, in
   // rank order.
   std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt,

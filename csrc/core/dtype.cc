@@ -1,39 +1,24 @@
 // Sizes and names of the element types.
 #include "core/dtype.h"
 
-#include "core/error.h"
-
 namespace hvpipe {
+namespace {
 
-std::size_t SizeOf(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return 4;
-    case DType::kFloat64:
-      return 8;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kInt8:
-      return 1;
-  }
-  throw Error("internal: unknown dtype");
-}
+struct Facts {
+  std::size_t bytes;
+  const char* name;
+};
 
-const char* NameOf(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kInt8:
-      return "int8";
-  }
-  return "unknown";
-}
+// In the order of DType.
+constexpr Facts kFacts[] = {
+    {4, "float32"}, {8, "float64"}, {2, "float16"}, {2, "bfloat16"}, {1, "int8"}, {1, "bool"},
+    {1, "uint8"},   {2, "uint16"},  {2, "int16"},   {4, "int32"},    {8, "int64"},
+};
+
+}  // namespace
+
+std::size_t SizeOf(DType dtype) { return kFacts[static_cast<int>(dtype)].bytes; }
+
+const char* NameOf(DType dtype) { return kFacts[static_cast<int>(dtype)].name; }
 
 }  // namespace hvpipe

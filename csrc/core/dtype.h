@@ -1,15 +1,34 @@
-// The element types of gradients and arrays. kInt8 is what compressed gradients travel as, in buckets only.
+// The types of array elements.
 #pragma once
 
 #include <cstddef>
 
 namespace hvpipe {
 
-enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3, kInt8 = 4 };
+// Gradients and arrays of the engine are of the floating-point types, or of int8 if they are compressed. Calls
+// by name take all types.
+enum class DType : int {
+  kFloat32,
+  kFloat64,
+  kFloat16,
+  kBFloat16,
+  kInt8,
+  kBool,
+  kUint8,
+  kUint16,
+  kInt16,
+  kInt32,
+  kInt64,
+};
 
 // Bytes of one element.
 std::size_t SizeOf(DType dtype);
-// "float32", "float64", "float16", "bfloat16" or "int8".
+// Such as "float32".
 const char* NameOf(DType dtype);
+
+inline bool IsHalf(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
+inline bool IsFloating(DType dtype) {
+  return IsHalf(dtype) || dtype == DType::kFloat32 || dtype == DType::kFloat64;
+}
 
 }  // namespace hvpipe

@@ -25,6 +25,7 @@ Engine::Engine(const Connect& connect, const EngineOptions& options)
       agreement_(network_),
       messenger_(*progress_, network_),
       calls_(*progress_, network_, agreement_, route_),
+      named_calls_(*progress_, network_, messenger_),
       device_calls_(*progress_, calls_, route_, device_),
       device_messages_(*progress_, network_, messenger_, device_, telemetry_.counters),
       buckets_(*progress_, agreement_, route_, device_, telemetry_),
@@ -40,11 +41,17 @@ Progress::Options Engine::ProgressOptions() {
   options.timeout_s = network_.options().timeout_s;
   options.first_steps_timeout_s = network_.options().first_steps_timeout_s;
   options.spins = network_.crowded() ? 0 : network_.Spins();
-  options.nap_s = [this](int idle_passes) { return network_.NapS(idle_passes, *messenger_.awaited() > 0); };
+  options.nap_s = [this](int idle_passes) {
+    return named_calls_.eager() ? 0 : network_.NapS(idle_passes, *messenger_.awaited() > 0);
+  };
+  options.most_nap_s = [this] { return named_calls_.serve_s(); };
   options.stall_s = network_.options().stall_warn_s;
   options.stalled = [this](const Stall& stall) { watchdog_.Report(stall); };
   options.report = [this] { return watchdog_.report(); };
-  options.begin_pass = [this](double now_s) { network_.BeginPass(now_s); };
+  options.begin_pass = [this](double now_s) {
+    network_.BeginPass(now_s);
+    return named_calls_.Serve(now_s);
+  };
   options.failed = [this] {
     const Error error = *progress_->error();
     if (buckets_.lost_sums()) EndWithoutUpdate(error);

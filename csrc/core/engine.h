@@ -17,12 +17,13 @@
 #include "device/device_calls.h"
 #include "device/device_messenger.h"
 #include "device/rank_device.h"
+#include "named/named_calls.h"
 
 namespace hvpipe {
 
 // Each part has a header that says which thread may call it and what its lock guards.
 //
-//   buckets, messenger, calls, device_calls, device_messages     requests of the user
+//   buckets, messenger, calls, named_calls, device_calls, device_messages     requests of the user
 //   agreement, route, device                                     how they are served
 //   progress                                                     runs their operations
 //   network                                                      MPI or TCP, and shared memory
@@ -49,6 +50,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Messenger& messenger() const { return messenger_; }
   BlockingCalls& calls() { return calls_; }
   Agreement& agreement() { return agreement_; }
+  named::NamedCalls& named_calls() { return named_calls_; }
   DeviceCalls& device_calls() { return device_calls_; }
   DeviceMessenger& device_messages() { return device_messages_; }
 
@@ -84,6 +86,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Agreement agreement_;
   Messenger messenger_;
   BlockingCalls calls_;
+  named::NamedCalls named_calls_;
   DeviceSlot device_;  // before the memory that it gives out
   DeviceCalls device_calls_;
   DeviceMessenger device_messages_;

@@ -81,7 +81,9 @@ MpiNetwork::MpiNetwork(const Worlds& worlds, const EngineOptions& options, Count
   HVPIPE_MPI(MPI_Comm_free(&local));
   message_world_ = Duplicate(world_);
   messages_ = std::make_unique<MpiTransport>(message_world_);
+  named_ = std::make_unique<MpiTransport>(Duplicate(world_));
   texts_ = std::make_unique<MpiTextMessages>(Duplicate(world_));
+  requests_ = std::make_unique<MpiTextMessages>(Duplicate(world_));
   ring_ = std::make_unique<MpiTransport>(world_);
 }
 
@@ -99,6 +101,7 @@ std::unique_ptr<Transport> MpiNetwork::MakeGroup(const std::vector<int>& ranks) 
 void MpiNetwork::Poll() {
   ring_->Poll();
   messages_->Poll();
+  named_->Poll();
   if (leaders_) leaders_->Poll();
   ForEachGroup([](Transport& group) { group.Poll(); });
 }

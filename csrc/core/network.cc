@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <thread>
 #include <utility>
 
-#include "collectives/gather.h"
 #include "collectives/ring.h"
 #include "collectives/tags.h"
 
@@ -39,13 +39,34 @@ const Record* Network::EarlyRecord() {
   return early_ ? &*early_ : nullptr;
 }
 
-std::unique_ptr<Collective> Network::MakeAllGather(void* out, std::size_t bytes, int tag) {
-  return std::make_unique<RingAllGather>(copies(), counters_, out, bytes, options_.segment_bytes, tag);
+std::unique_ptr<Collective> Network::MakeGather(const void* in, void* out,
+                                                const std::vector<std::size_t>& bytes,
+                                                std::optional<int> root, int tag) {
+  auto* target = static_cast<char*>(out);
+  std::vector<SentPart> sends;
+  std::vector<ReceivedPart> receives;
+  for (int peer = 0; peer < topology_.size; ++peer) {
+    const std::size_t theirs = bytes[static_cast<std::size_t>(peer)];
+    const bool is_target = root.value_or(topology_.rank) == topology_.rank;
+    if (peer != topology_.rank && root.value_or(peer) == peer)
+      sends.push_back({peer, in, bytes[static_cast<std::size_t>(topology_.rank)]});
+    if (!is_target) continue;
+    if (peer != topology_.rank) receives.push_back({peer, target, theirs});
+    if (peer == topology_.rank && in != target && theirs > 0) std::memcpy(target, in, theirs);
+    target += theirs;
+  }
+  return MakeExchange(copies(), sends, receives, tag);
 }
 
-std::unique_ptr<Collective> Network::MakeBroadcast(void* data, std::size_t bytes, int root, int tag) {
-  return std::make_unique<ChainBroadcast>(copies(), counters_, data, bytes, root, options_.segment_bytes,
-                                          tag);
+std::unique_ptr<Collective> Network::MakeExchange(Transport& ranks, const std::vector<SentPart>& sends,
+                                                  const std::vector<ReceivedPart>& receives, int tag) {
+  const MessageOptions message{0, tag, options_.segment_bytes, options_.messages_in_flight};
+  return hvpipe::MakeExchange(ranks, counters_, sends, receives, message);
+}
+
+std::unique_ptr<Collective> Network::MakeBroadcast(Transport& ranks, void* data, std::size_t bytes, int root,
+                                                   int tag) {
+  return std::make_unique<ChainBroadcast>(ranks, counters_, data, bytes, root, options_.segment_bytes, tag);
 }
 
 std::unique_ptr<Collective> Network::MakeSend(const void* data, std::size_t bytes,
@@ -92,11 +113,12 @@ double Network::NapS(int idle_passes, bool caller_waits) const {
 
 void Network::Free() {
   texts_->Free();
+  requests_->Free();
   ForEachGroup([](Transport& group) { group.Free(); });
   for (const auto* window : {&broadcast_window_, &reduce_window_}) {
     if (*window) (*window)->Free();
   }
-  for (const auto* transport : {&leaders_, &copies_, &messages_, &ring_}) {
+  for (const auto* transport : {&leaders_, &copies_, &named_, &messages_, &ring_}) {
     if (*transport) (*transport)->Free();
   }
 }

@@ -11,6 +11,7 @@
 
 #include "collectives/collective.h"
 #include "collectives/control.h"
+#include "collectives/gather.h"
 #include "collectives/message.h"
 #include "collectives/send_budget.h"
 #include "collectives/shared_window.h"
@@ -65,9 +66,15 @@ class Network {
   // A record that has arrived from another rank before this rank's exchange; null if none has. The next
   // exchange still gets it. For the driving thread.
   const Record* EarlyRecord();
-  // `out` has size * `bytes` bytes; this rank's own data must be in its place already.
-  std::unique_ptr<Collective> MakeAllGather(void* out, std::size_t bytes, int tag);
-  std::unique_ptr<Collective> MakeBroadcast(void* data, std::size_t bytes, int root, int tag);
+  // `bytes` of each rank come to `out`, in rank order, on all ranks or on `root` alone.
+  std::unique_ptr<Collective> MakeGather(const void* in, void* out, const std::vector<std::size_t>& bytes,
+                                         std::optional<int> root, int tag);
+  // From `root`, a peer of the transport, to all others.
+  std::unique_ptr<Collective> MakeBroadcast(Transport& ranks, void* data, std::size_t bytes, int root, int tag);
+  std::unique_ptr<Collective> MakeExchange(Transport& ranks, const std::vector<SentPart>& sends,
+                                           const std::vector<ReceivedPart>& receives, int tag);
+  // All-gathers and broadcasts of all ranks that call in one order.
+  Transport& copies() const { return copies_ ? *copies_ : *ring_; }
 
   // Between two ranks.
   Transport& messages() const { return *messages_; }
@@ -83,6 +90,12 @@ class Network {
 
   // For the watchdog.
   TextMessages& texts() const { return *texts_; }
+
+  // For calls by name: between all ranks, what they tell the coordinator, and the ranks that have ended as far
+  // as the network can see that. For the driving thread.
+  Transport& named() const { return *named_; }
+  TextMessages& requests() const { return *requests_; }
+  virtual std::vector<int> Lost() { return {}; }
 
   // Find out once what has completed.
   void BeginPass(double now_s);
@@ -116,14 +129,12 @@ class Network {
 
   const EngineOptions options_;
   const Topology topology_;
-  std::unique_ptr<Transport> ring_, messages_, leaders_;
+  std::unique_ptr<Transport> ring_, messages_, named_, leaders_;
   std::unique_ptr<Transport> copies_;  // all-gathers and broadcasts; null: by ring_
-  std::unique_ptr<TextMessages> texts_;
+  std::unique_ptr<TextMessages> texts_, requests_;
   std::unique_ptr<SharedWindow> reduce_window_, broadcast_window_;
 
  private:
-  Transport& copies() const { return copies_ ? *copies_ : *ring_; }
-
   Counters& counters_;
   SendBudget budget_;                // the ring messages that this rank may have under way
   std::optional<Record> early_;      // of the next rank, if it arrived before its exchange began

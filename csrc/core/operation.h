@@ -57,7 +57,7 @@ class Operation {
   const char* traced = nullptr;  // trace category of its running time; null: not traced
   bool of_all_ranks = true;      // every rank enqueues it, so its sequence number is the same on all ranks
   double limit_s = 0;            // of a wait without progress; 0: the engine's
-  std::vector<Stage> stages;
+  std::deque<Stage> stages;  // a stage may append others while it is made
   // Runs on the driving thread after the last stage. An exception from it fails the engine.
   std::function<void(Operation&)> check;
   Done finished;

@@ -138,6 +138,7 @@ void Progress::Loop() {
   AskForShortTurns();
   PassResult result;
   for (;;) {
+    bool yields = false;
     {
       std::unique_lock<std::mutex> lock(inbox_mutex_);
       const auto has_work = [&] { return stop_ || (woken_ && inline_drivers_ == 0); };
@@ -145,14 +146,17 @@ void Progress::Loop() {
       // run.
       if (inline_drivers_ > 0 || (!result.waiting && !result.moved)) {
         wake_.wait(lock, has_work);
-      } else if (!result.moved) {
+      } else if (!result.moved && result.nap_s > 0) {
         ++counters_.sleeps;
         wake_.wait_for(lock, std::chrono::duration<double>(result.nap_s), has_work);
+      } else {
+        yields = !result.moved;
       }
       if (stop_) break;
       if (inline_drivers_ > 0) continue;
       woken_ = false;
     }
+    if (yields) std::this_thread::yield();
     {
       const std::lock_guard<std::mutex> drive(drive_mutex_);
       result = Pass();
@@ -205,7 +209,7 @@ Progress::PassResult Progress::Pass() {
   const bool check_deadlines = now >= next_deadline_check_s_;
   if (check_deadlines) next_deadline_check_s_ = now + kDeadlineCheckS;
   try {
-    options_.begin_pass(now);
+    result.moved = options_.begin_pass(now);
     for (const auto& operation : active_) {
       if (Blocked(*operation)) {
         if (!operation->seen_ready_) continue;
@@ -239,7 +243,14 @@ Progress::PassResult Progress::Pass() {
   passed_s_ = result.waiting ? Now() : 0;
   idle_passes_ = result.moved ? 0 : idle_passes_ + 1;
   if (result.moved) moved_s_ = now;
-  if (!result.moved) result.nap_s = std::min(options_.nap_s(idle_passes_), result.most_nap_s);
+  const double most_nap_s = options_.most_nap_s();
+  const bool watches = most_nap_s < std::numeric_limits<double>::infinity();
+  result.most_nap_s = std::min(result.most_nap_s, most_nap_s);
+  if (!result.moved) {
+    const double nap_s = result.waiting || !watches ? options_.nap_s(idle_passes_) : most_nap_s;
+    result.nap_s = std::min(nap_s, result.most_nap_s);
+  }
+  result.waiting |= watches;
   if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
   return result;
 }

@@ -35,10 +35,13 @@ class Progress {
     double timeout_s = 300;
     double first_steps_timeout_s = 0;  // until EndFirstSteps, if that is longer
     double stall_s = 0;                // call `stalled` after a wait of this length; 0: never
-    // Sleep time in seconds after this many consecutive passes without progress.
+    // Sleep time in seconds after this many consecutive passes without progress. 0: yield the core instead.
     std::function<double(int)> nap_s = [](int) { return 50e-6; };
     int spins = 0;  // passes without progress that a caller repeats at once; 0: other ranks need this core
-    std::function<void(double now_s)> begin_pass = [](double) {};
+    // Called at the beginning of a pass; returns whether anything has happened.
+    std::function<bool(double now_s)> begin_pass = [](double) { return false; };
+    // The longest time between two passes, in seconds, even if no operation is under way.
+    std::function<double()> most_nap_s = [] { return std::numeric_limits<double>::infinity(); };
     // Called once when nothing has moved for `stall_s` seconds, on the driving thread.
     std::function<void(const Stall&)> stalled = [](const Stall&) {};
     // What to add to the message of a deadline.

@@ -38,7 +38,7 @@ std::optional<Stall> Progress::StallOf(double now) const {
     const double waited_s = now - std::max(moved_s_, operation->moved_s_);
     Stall stall{operation->what, collective == nullptr ? "its turn" : collective->Waiting(), waited_s,
                 operation->sequence_};
-    if (const auto peer = collective == nullptr ? std::nullopt : collective->Peer()) stall.ranks = {*peer};
+    if (collective != nullptr) stall.ranks = collective->Ranks();
     stall.patient = operation->limit_s > 0;
     if (!stall.patient) return stall;
     if (!patient) patient = stall;

@@ -14,7 +14,16 @@ namespace hvpipe {
 namespace {
 
 // The channels of a network. Groups have those from kFirstGroup on.
-enum Use : SocketMesh::Channel { kRing, kMessages, kCopies, kTexts, kBarrier, kFirstGroup };
+enum Use : SocketMesh::Channel {
+  kRing,
+  kMessages,
+  kCopies,
+  kNamed,
+  kTexts,
+  kRequests,
+  kBarrier,
+  kFirstGroup
+};
 
 std::vector<int> Everyone(int size) {
   std::vector<int> ranks(static_cast<std::size_t>(size));
@@ -65,7 +74,9 @@ SocketNetwork::SocketNetwork(std::shared_ptr<SocketMesh> mesh, const HostPlan& p
   ring_ = make(kRing, everyone, SocketMesh::Done::kSent);
   messages_ = make(kMessages, everyone, SocketMesh::Done::kReceived);
   copies_ = make(kCopies, everyone, SocketMesh::Done::kReceived);
+  named_ = make(kNamed, everyone, SocketMesh::Done::kSent);
   texts_ = std::make_unique<SocketTextMessages>(*mesh_, channels_ + kTexts);
+  requests_ = std::make_unique<SocketTextMessages>(*mesh_, channels_ + kRequests);
   if (plan.shared_file.empty() || topology_.hosts == topology_.size) return;
   if (topology_.local_rank == 0) leaders_ = make(kRing, Leaders(plan.hosts), SocketMesh::Done::kSent);
   const SharedWindow::Options window = WindowOptions(options.slot_bytes);

@@ -30,6 +30,7 @@ class SocketNetwork : public Network {
   ~SocketNetwork() override;
   int Spins() const override { return 16; }  // a look at the sockets takes some 1 us
   bool Barrier(double patience_s) override;
+  std::vector<int> Lost() override { return mesh_->Lost(); }
 
  protected:
   std::unique_ptr<Transport> MakeGroup(const std::vector<int>& ranks) override;

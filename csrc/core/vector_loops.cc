@@ -135,11 +135,9 @@ void LoadFloat(const void* src, DType dtype, float* dst, std::size_t count) {
       return HalfToFloat(static_cast<const std::uint16_t*>(src), dst, count);
     case DType::kBFloat16:
       return BFloat16ToFloat(static_cast<const std::uint16_t*>(src), dst, count);
-    case DType::kFloat64:
-    case DType::kInt8:
-      break;
+    default:
+      throw Error("internal: " + std::string(NameOf(dtype)) + " has no float32 path");
   }
-  throw Error("internal: " + std::string(NameOf(dtype)) + " has no float32 path");
 }
 
 void StoreFloat(const float* src, void* dst, DType dtype, std::size_t count) {
@@ -151,11 +149,9 @@ void StoreFloat(const float* src, void* dst, DType dtype, std::size_t count) {
       return FloatToHalf(src, static_cast<std::uint16_t*>(dst), count);
     case DType::kBFloat16:
       return FloatToBFloat16s(src, static_cast<std::uint16_t*>(dst), count);
-    case DType::kFloat64:
-    case DType::kInt8:
-      break;
+    default:
+      throw Error("internal: " + std::string(NameOf(dtype)) + " has no float32 path");
   }
-  throw Error("internal: " + std::string(NameOf(dtype)) + " has no float32 path");
 }
 
 const char* At(const void* base, DType dtype, std::size_t element) {

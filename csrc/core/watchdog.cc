@@ -121,16 +121,6 @@ void Watchdog::Report(const Stall& stall) {
   wake_.notify_all();
 }
 
-void Watchdog::AlsoWatch(Others others) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  others_ = std::move(others);
-}
-
-Watchdog::Others Watchdog::others() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return others_;
-}
-
 void Watchdog::UseStacks(int signal, int file) {
   const std::lock_guard<std::mutex> lock(mutex_);
   stack_signal_ = signal;
@@ -169,7 +159,6 @@ void Watchdog::Loop() {
       if (stop_) return;
     }
     telemetry_.flight.Beat(telemetry_.counters.operations.value());
-    if (const auto end_if_stuck = others().end_if_stuck) end_if_stuck();
     try {
       if (works) Step(Now());
     } catch (const std::exception& failure) {  // the ranks that it would ask may be gone
@@ -186,20 +175,13 @@ void Watchdog::Loop() {
 void Watchdog::LookForLost(double now) {
   if (now - looked_s_ < kLostS) return;
   looked_s_ = now;
-  const Others others = this->others();
-  const auto waits_long = [](const WaitsNow& ask) {
-    const auto wait = ask ? ask() : std::nullopt;
-    return wait && wait->waited_s >= kLostS;
-  };
-  if (!waits_long(waits_now_) && !waits_long(others.waits_now)) return;
+  const auto wait = waits_now_();
+  if (!wait || wait->waited_s < kLostS) return;
   for (int rank = 0; rank < texts_.size(); ++rank) {
     const int pid = texts_.LocalPid(rank);
     if (pid == 0 || !HasEnded(pid)) continue;
     looked_s_ = std::numeric_limits<double>::infinity();
-    const Error error = LostProcess(texts_.NameOf(rank));
-    lost_(error);
-    if (others.lost) others.lost(error);
-    return;
+    return lost_(LostProcess(texts_.NameOf(rank)));
   }
 }
 
@@ -299,10 +281,8 @@ void Watchdog::Collect(int rank, const Stall& stall, double now) {
 
 // "W": it waits as well; "L": it is late.
 std::string Watchdog::Answer() {
-  for (const WaitsNow& ask : {waits_now_, others().waits_now}) {
-    const auto waits = ask ? ask() : std::nullopt;
-    if (waits && !waits->patient && waits->waited_s > kJustCame) return "W" + Encode(*waits);
-  }
+  const auto waits = waits_now_();
+  if (waits && !waits->patient && waits->waited_s > kJustCame) return "W" + Encode(*waits);
   return "L" + Stacks();
 }
 

@@ -39,21 +39,12 @@ class Watchdog {
   using WaitsNow = std::function<std::optional<Stall>()>;
   // Gets an error that names a rank whose process has ended while this rank waits.
   using Lost = std::function<void(const Error& error)>;
-  // Collectives that are not the engine's.
-  struct Others {
-    WaitsNow waits_now;
-    Lost lost;
-    // Ends the process if a call that nothing can interrupt lasts too long. Called several times a second.
-    std::function<void()> end_if_stuck;
-  };
 
   Watchdog(TextMessages& texts, Telemetry& telemetry, WaitsNow waits_now, Lost lost);
   ~Watchdog() { Stop(); }
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Watch these, too.
-  void AlsoWatch(Others others);
   // This rank has waited too long.
   void Report(const Stall& stall);
   // `signal`, sent to a thread of this process, writes the stacks of all Python threads to `file`.
@@ -68,7 +59,6 @@ class Watchdog {
   void Loop();
   void Step(double now);
   void LookForLost(double now);
-  Others others() const;
   void TakeStall(double now);
   void Take(const TextMessage& message, double now);
   void Collect(int rank, const Stall& stall, double now);
@@ -86,7 +76,6 @@ class Watchdog {
   const Lost lost_;
 
   mutable std::mutex mutex_;
-  Others others_;
   std::condition_variable wake_;
   bool stop_ = false, watches_ = true;
   std::optional<Stall> reported_;

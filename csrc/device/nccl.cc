@@ -25,8 +25,9 @@ int TypeOf(DType dtype) {
       return 8;
     case DType::kBFloat16:
       return 9;
+    default:
+      throw Error("internal: NCCL gets no " + std::string(NameOf(dtype)));
   }
-  throw Error("internal: unknown dtype");
 }
 
 }  // namespace nccl

@@ -141,7 +141,9 @@ template <typename Value>
 std::vector<Value> NcclSetup::OfAllRanks(const Value& mine, const std::string& what) {
   auto all = std::make_unique<std::vector<Value>>(static_cast<std::size_t>(topology_.size));
   try {
-    calls_.AllGather(&mine, all->data(), sizeof mine, what, interrupt_);
+    Value& own = (*all)[static_cast<std::size_t>(topology_.rank)] = mine;
+    const std::vector<std::size_t> bytes(all->size(), sizeof mine);
+    calls_.Gather(&own, all->data(), bytes, std::nullopt, what, interrupt_);
   } catch (...) {
     (void)all.release();  // what is still under way may be written there
     throw;

@@ -203,7 +203,6 @@ NB_MODULE(_engine, m) {
   using namespace hvpipe::python;
   nb::register_exception_translator(TranslateError);
   BindSockets(m);
-  BindNamedCalls(m);
   // A session keeps some objects until the process ends: freeing them could wait for a lost rank.
   nb::set_leak_warnings(false);
   EngineClass engine(m, "Engine");
@@ -211,6 +210,7 @@ NB_MODULE(_engine, m) {
   BindBuckets(engine);
   BindCollectives(engine);
   BindMessages(m, engine);
+  BindNamedCalls(m);
   BindArrays(m);
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
   m.def("leave_to_parent", &LeaveToParent, nb::arg("object"));

@@ -95,14 +95,11 @@ void Broadcast(Engine& engine, const OutArray& array, int root, const std::strin
   CallWithoutGil([&] { engine.calls().Broadcast(data, bytes, root, what, CheckSignals); }, array);
 }
 
-void AllGather(Engine& engine, const InArray& array, const OutArray& out, const std::string& what) {
-  const std::size_t bytes = array.nbytes();
-  if (out.nbytes() != bytes * static_cast<std::size_t>(engine.topology().size)) {
-    throw Error("The output should be size() times as large as the input", ErrorKind::kUsage);
-  }
+void Gather(Engine& engine, const InArray& array, const OutArray& out, const std::vector<std::size_t>& bytes,
+            std::optional<int> root, const std::string& what) {
   const void* from = array.data();
   void* to = out.data();
-  CallWithoutGil([&] { engine.calls().AllGather(from, to, bytes, what, CheckSignals); }, array, out);
+  CallWithoutGil([&] { engine.calls().Gather(from, to, bytes, root, what, CheckSignals); }, array, out);
 }
 
 std::vector<double> Agree(Engine& engine, const std::string& what, double samples) {
@@ -134,7 +131,8 @@ void BindCollectives(EngineClass& engine) {
       .def("all_reduce_in_place", &AllReduceInPlace, nb::arg("array"), nb::arg("dtype"), nb::arg("scale"),
            nb::arg("what"))
       .def("broadcast", &Broadcast, nb::arg("array").noconvert(), nb::arg("root"), nb::arg("what"))
-      .def("all_gather", &AllGather, nb::arg("array"), nb::arg("out").noconvert(), nb::arg("what"))
+      .def("gather", &Gather, nb::arg("array"), nb::arg("out").noconvert(), nb::arg("nbytes"),
+           nb::arg("root").none(), nb::arg("what"))
       .def("agree", &Agree, nb::arg("what"), nb::arg("samples") = 0.0)
       .def("agree_patiently", &AgreePatiently, nb::arg("what"), nb::arg("limit_s"), nb::arg("late_s"),
            nb::arg("late"), nb::arg("shown") = "")

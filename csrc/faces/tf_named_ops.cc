@@ -25,43 +25,43 @@ namespace tf = ::tensorflow;
 using named::Kind;
 using tf::shape_inference::InferenceContext;
 
-absl::Status ToStatus(const named::CallError& error) {
-  switch (error.problem) {
-    case named::Problem::kMismatch:
-      return absl::FailedPreconditionError(error.message);
-    case named::Problem::kDeadline:
-      return absl::DeadlineExceededError(error.message);
-    case named::Problem::kPeer:
-      return absl::UnavailableError(error.message);
+absl::Status ToStatus(const Error& error) {
+  switch (error.kind()) {
+    case ErrorKind::kMismatch:
+      return absl::FailedPreconditionError(error.what());
+    case ErrorKind::kDeadline:
+      return absl::DeadlineExceededError(error.what());
+    case ErrorKind::kPeer:
+      return absl::UnavailableError(error.what());
     default:
-      return absl::InvalidArgumentError(error.message);
+      return absl::InvalidArgumentError(error.what());
   }
 }
 
-named::Type TypeOf(tf::DataType type) {
+DType TypeOf(tf::DataType type) {
   switch (type) {
     case tf::DT_BOOL:
-      return named::Type::kBool;
+      return DType::kBool;
     case tf::DT_UINT8:
-      return named::Type::kUint8;
+      return DType::kUint8;
     case tf::DT_INT8:
-      return named::Type::kInt8;
+      return DType::kInt8;
     case tf::DT_UINT16:
-      return named::Type::kUint16;
+      return DType::kUint16;
     case tf::DT_INT16:
-      return named::Type::kInt16;
+      return DType::kInt16;
     case tf::DT_INT32:
-      return named::Type::kInt32;
+      return DType::kInt32;
     case tf::DT_INT64:
-      return named::Type::kInt64;
+      return DType::kInt64;
     case tf::DT_HALF:
-      return named::Type::kFloat16;
+      return DType::kFloat16;
     case tf::DT_BFLOAT16:
-      return named::Type::kBFloat16;
+      return DType::kBFloat16;
     case tf::DT_DOUBLE:
-      return named::Type::kFloat64;
+      return DType::kFloat64;
     default:
-      return named::Type::kFloat32;
+      return DType::kFloat32;
   }
 }
 
@@ -80,9 +80,9 @@ std::string CallersOf(const std::string& node) {
 }
 
 // The memory of one call. The other ranks need it even if this rank's step has failed and the op is
-// cancelled. Only the service thread writes to it after the start.
+// cancelled, and messages may use it after an error. Only the driving thread writes to it after the start.
 struct Memory {
-  std::vector<tf::Tensor> inputs;
+  std::vector<tf::Tensor> inputs, outputs;
   std::vector<std::vector<char>> unwanted;  // outputs of a cancelled op
   bool runs = false;                        // has taken the ending: the collective runs, so it ends soon
 
@@ -96,7 +96,8 @@ struct Memory {
     runs = true;
     tf::Tensor* output = nullptr;
     const absl::Status status = context->allocate_output(index, wanted, &output);
-    if (!status.ok()) throw named::CallError{named::Problem::kUsage, std::string(status.message())};
+    if (!status.ok()) throw Error(std::string(status.message()), ErrorKind::kUsage);
+    outputs.push_back(*output);
     return output->data();
   }
 };
@@ -167,12 +168,12 @@ class NamedOp : public tf::AsyncOpKernel {
     call.allocate = [context, ending, memory](int index, const named::Shape& shape) {
       return memory->Output(context, *ending, index, shape);
     };
-    call.done = [context, ending, memory](const named::CallError* error,
-                                          const named::Response* /*response*/) {
+    call.done = [context, ending, memory](const Error* error, const named::Response* /*response*/) {
+      if (error == nullptr) memory->outputs.clear();  // so that TensorFlow may reuse them
       if (!memory->runs && !ending->Take()) return;
       const absl::Status status = error != nullptr ? ToStatus(*error) : absl::Status();
       const auto end = [ending, status] { ending->End(status); };
-      // What comes next in the graph must not run on the service thread: it may make a call and wait for it.
+      // What comes next in the graph must not run on the driving thread: it may make a call and wait for it.
       if (context->runner() != nullptr) {
         (*context->runner())(end);
       } else {

@@ -4,8 +4,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "core/error.h"
-
 namespace hvpipe::named {
 
 const char* NameOf(Kind kind) {
@@ -18,17 +16,6 @@ const char* NameOf(Kind kind) {
 const char* NameOf(ReduceOp op) {
   static constexpr const char* kNames[] = {"average", "sum", "adasum", "min", "max", "product"};
   return kNames[static_cast<int>(op)];
-}
-
-const char* NameOf(Type type) {
-  static constexpr const char* kNames[] = {"bool",  "uint8",   "int8",     "uint16",  "int16",  "int32",
-                                           "int64", "float16", "bfloat16", "float32", "float64"};
-  return kNames[static_cast<int>(type)];
-}
-
-std::size_t SizeOf(Type type) {
-  static constexpr std::size_t kSizes[] = {1, 1, 1, 2, 2, 4, 8, 2, 2, 4, 8};
-  return kSizes[static_cast<int>(type)];
 }
 
 std::int64_t TensorSpec::row_elements() const {
@@ -168,8 +155,8 @@ void ForEachFieldOfResponse(R& response, const Do& act) {
   act(response.kind);
   act(response.name);
   act(response.set);
-  act(response.problem);
-  act(response.message);
+  act(response.error);
+  act(response.error_kind);
   act(response.extents);
   act(response.number);
   act(response.example);

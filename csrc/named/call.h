@@ -6,6 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "core/dtype.h"
+#include "core/error.h"
+
 namespace hvpipe::named {
 
 // The numbers are part of the TensorFlow ops' attributes and of Horovod's Python constants: do not reorder.
@@ -24,29 +27,13 @@ enum class Kind : std::int32_t {
   kLeave,      // the rank makes no more calls
 };
 
-enum class Type : std::int32_t {
-  kBool,
-  kUint8,
-  kInt8,
-  kUint16,
-  kInt16,
-  kInt32,
-  kInt64,
-  kFloat16,
-  kBFloat16,
-  kFloat32,
-  kFloat64,
-};
-
 const char* NameOf(Kind kind);
 const char* NameOf(ReduceOp op);
-const char* NameOf(Type type);
-std::size_t SizeOf(Type type);
 
 using Shape = std::vector<std::int64_t>;
 
 struct TensorSpec {
-  Type type = Type::kFloat32;
+  DType type = DType::kFloat32;
   Shape shape;
 
   std::int64_t rows() const { return shape.empty() ? 1 : shape.front(); }
@@ -72,24 +59,13 @@ struct Request {
   std::string Described() const;  // such as "allreduce (sum) of float32[2, 3]"
 };
 
-// Rows, elements or bytes of one call of MPI, which counts in int.
-constexpr std::int64_t kMostAtOnce = std::int64_t{1} << 30;
-
-enum class Problem : std::int32_t {
-  kNone,
-  kMismatch,  // ranks differ, or one of them gave bad input
-  kUsage,     // this rank gave bad input
-  kDeadline,
-  kPeer,  // a rank has gone
-};
-
 // What the coordinator tells the ranks of a process set. They run these in the order of arrival.
 struct Response {
   Kind kind = Kind::kBarrier;
   std::string name;
   std::int32_t set = 0;
-  Problem problem = Problem::kNone;
-  std::string message;
+  std::string error;  // empty: none
+  ErrorKind error_kind = ErrorKind::kUsage;
   // allgather: rows of each tensor on each rank, tensor by tensor; alltoall: rows that this rank gets from
   // each rank; add set: its ranks.
   std::vector<std::int64_t> extents;
@@ -97,19 +73,15 @@ struct Response {
   std::vector<Request> example;  // for ranks that have joined: the call, to which they add zeros
 };
 
-struct CallError {
-  Problem problem;
-  std::string message;
-};
-
 // A request with its data.
 struct Call {
   Request request;
   std::vector<const void*> inputs;  // by tensor; they stay valid until `done`
-  // Return memory for output `index`. Called on the service thread; may throw CallError.
+  // Return memory for output `index`. Called on the driving thread; may throw.
   std::function<void*(int index, const Shape& shape)> allocate;
-  // Called once, on the service thread. Null: success. `response` has the extents and the number.
-  std::function<void(const CallError* error, const Response* response)> done;
+  // Called once, from another thread, without any lock held. Null: success. `response` has the extents and the
+  // number.
+  std::function<void(const Error* error, const Response* response)> done;
 };
 
 std::string Encoded(const Request& request);

@@ -4,22 +4,19 @@
 #include <algorithm>
 #include <numeric>
 
-#include "named/numbers.h"
-
 namespace hvpipe::named {
 
 std::string Check(Request& request, const std::vector<int>& ranks, int rank) {
   if (ranks.empty()) {
-    throw CallError{Problem::kUsage,
-                    "Unknown process set. Received: process set " + std::to_string(request.set)};
+    throw Error("Unknown process set. Received: process set " + std::to_string(request.set),
+                ErrorKind::kUsage);
   }
   const int members = static_cast<int>(ranks.size());
   if (!std::binary_search(ranks.begin(), ranks.end(), rank)) {
-    throw CallError{Problem::kUsage,
-                    std::string(NameOf(request.kind)) +
-                        " should be called by ranks of its process set. Received: process set " +
-                        std::to_string(request.set) + " on rank " + std::to_string(rank) +
-                        ", which is no member"};
+    throw Error(std::string(NameOf(request.kind)) +
+                    " should be called by ranks of its process set. Received: process set " +
+                    std::to_string(request.set) + " on rank " + std::to_string(rank) + ", which is no member",
+                ErrorKind::kUsage);
   }
   if (!request.refused.empty()) return request.refused;
   if (request.kind == Kind::kBroadcast && !std::binary_search(ranks.begin(), ranks.end(), request.root)) {

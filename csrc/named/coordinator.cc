@@ -8,6 +8,8 @@
 namespace hvpipe::named {
 namespace {
 
+constexpr std::int64_t kMostRows = std::int64_t{1} << 30;
+
 // What must be equal on all ranks. Ragged calls may differ in the first axis.
 std::string Signature(const Request& request) {
   Request compared = request;
@@ -61,7 +63,7 @@ std::vector<Coordinator::Outgoing> Coordinator::OnRequest(int rank, Request requ
     if (left_.count(member) == 0) continue;
     const Pending failed = std::move(pending);
     pending_.erase(key);
-    Fail(key, failed, Problem::kPeer, Missing(key, failed), out);
+    Fail(key, failed, ErrorKind::kPeer, Missing(key, failed), out);
     return out;
   }
   if (joins) {
@@ -109,15 +111,15 @@ void Coordinator::Finish(const Key& key, const Pending& pending, std::vector<Out
   const Pending complete = pending;
   pending_.erase(key);
   const std::string difference = Difference(complete);
-  if (!difference.empty()) return Fail(key, complete, Problem::kMismatch, difference, out);
+  if (!difference.empty()) return Fail(key, complete, ErrorKind::kMismatch, difference, out);
   const std::string trouble = ProblemWithJoined(complete.requests.begin()->second, MembersOf(key.first));
-  if (!trouble.empty()) return Fail(key, complete, Problem::kMismatch, trouble, out);
+  if (!trouble.empty()) return Fail(key, complete, ErrorKind::kMismatch, trouble, out);
   const std::string excess = TooManyRows(complete);
-  if (!excess.empty()) return Fail(key, complete, Problem::kUsage, excess, out);
+  if (!excess.empty()) return Fail(key, complete, ErrorKind::kUsage, excess, out);
   Answer(key, complete, out);
 }
 
-// Only some ranks would notice in an alltoall, and the others would wait in MPI.
+// Ranks learn the rows that they received as int32. Only some would notice that these are too many.
 std::string Coordinator::TooManyRows(const Pending& pending) const {
   if (pending.requests.begin()->second.kind != Kind::kAlltoall) return "";
   std::map<int, std::int64_t> rows;  // sent by a rank; received at place p: under -1 - p
@@ -128,8 +130,8 @@ std::string Coordinator::TooManyRows(const Pending& pending) const {
     }
   }
   for (const auto& [of, count] : rows) {
-    if (count <= kMostAtOnce) continue;
-    return "An alltoall should send and receive at most " + std::to_string(kMostAtOnce) +
+    if (count <= kMostRows) continue;
+    return "An alltoall should send and receive at most " + std::to_string(kMostRows) +
            " rows on each rank. Received: " + std::to_string(count);
   }
   return "";
@@ -163,16 +165,16 @@ std::string Coordinator::ProblemWithJoined(const Request& request, const std::ve
   return "";
 }
 
-void Coordinator::Fail(const Key& key, const Pending& pending, Problem problem, const std::string& message,
+void Coordinator::Fail(const Key& key, const Pending& pending, ErrorKind kind, const std::string& error,
                        std::vector<Outgoing>& out) const {
   for (const auto& [rank, request] : pending.requests) {
     Response response;
     response.kind = request.kind;
     response.name = key.second;
     response.set = key.first;
-    const bool own_fault = problem == Problem::kMismatch && !request.refused.empty();
-    response.problem = own_fault ? Problem::kUsage : problem;
-    response.message = own_fault ? request.refused : message;
+    const bool own_fault = kind == ErrorKind::kMismatch && !request.refused.empty();
+    response.error_kind = own_fault ? ErrorKind::kUsage : kind;
+    response.error = own_fault ? request.refused : error;
     out.push_back({rank, std::move(response)});
   }
 }
@@ -187,7 +189,7 @@ void Coordinator::Answer(const Key& key, const Pending& pending, std::vector<Out
   if (first.kind == Kind::kJoin) response.number = last_joined_;
   if (first.kind == Kind::kAddSet) {
     const std::string trouble = AddSet(first, response);
-    if (!trouble.empty()) return Fail(key, pending, Problem::kUsage, trouble, out);
+    if (!trouble.empty()) return Fail(key, pending, ErrorKind::kUsage, trouble, out);
   }
   if (first.kind == Kind::kRemoveSet) {
     response.number = first.root;
@@ -215,7 +217,7 @@ void Coordinator::Answer(const Key& key, const Pending& pending, std::vector<Out
 // Fail the calls on a process set that is gone.
 void Coordinator::FailRemoved(int set, std::vector<Outgoing>& out) {
   for (auto at = pending_.lower_bound({set, ""}); at != pending_.end() && at->first.first == set;) {
-    Fail(at->first, at->second, Problem::kUsage,
+    Fail(at->first, at->second, ErrorKind::kUsage,
          "A process set should exist while a call uses it. Received: " +
              at->second.requests.begin()->second.Described() + " named " + at->first.second +
              " on process set " + std::to_string(set) + ", which was removed",
@@ -252,7 +254,7 @@ void Coordinator::FailWhatNeeds(int rank, std::vector<Outgoing>& out) {
       ++at;
       continue;
     }
-    Fail(at->first, at->second, Problem::kPeer, Missing(at->first, at->second), out);
+    Fail(at->first, at->second, ErrorKind::kPeer, Missing(at->first, at->second), out);
     for (const auto& [waiting, request] : at->second.requests) {
       if (request.kind == Kind::kJoin) joined_.erase(waiting);
     }
@@ -301,7 +303,7 @@ std::vector<Coordinator::Outgoing> Coordinator::Expired(const std::function<doub
       ++at;
       continue;
     }
-    Fail(at->first, at->second, Problem::kDeadline, Missing(at->first, at->second), out);
+    Fail(at->first, at->second, ErrorKind::kDeadline, Missing(at->first, at->second), out);
     at = pending_.erase(at);
   }
   return out;

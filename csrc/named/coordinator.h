@@ -49,7 +49,7 @@ class Coordinator {
   const std::vector<int>& MembersOf(int set) const;
   bool Joined(int rank) const { return joined_.count(rank) > 0; }
   bool Complete(const Key& key, const Pending& pending) const;
-  void Fail(const Key& key, const Pending& pending, Problem problem, const std::string& message,
+  void Fail(const Key& key, const Pending& pending, ErrorKind kind, const std::string& error,
             std::vector<Outgoing>& out) const;
   void Finish(const Key& key, const Pending& pending, std::vector<Outgoing>& out);
   void FinishWhatIsComplete(std::vector<Outgoing>& out);

@@ -1,50 +1,23 @@
-// The service thread: tells rank 0 about calls, and runs what it answers.
+// Tells rank 0 about calls, and turns its answers into exchanges.
 #include "named/named_calls.h"
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
+#include <condition_variable>
 #include <numeric>
-#include <string>
-#include <utility>
 
-#include "core/engine.h"
-#include "core/event_log.h"
-#include "core/exit_timer.h"
+#include "collectives/tags.h"
 #include "core/shared_slot.h"
 #include "named/call_check.h"
 
 namespace hvpipe::named {
 namespace {
 
-constexpr int kRequestTag = 1;
-constexpr int kResponseTag = 2;
-// After something happened, look again at once for this long; then sleep, longer and longer.
-constexpr double kEagerS = 200e-6;
-constexpr double kShortestNapS = 20e-6;
-constexpr double kLongestNapS = 500e-6;
-constexpr double kSlowestBytesPerS = 1e6;  // of a collective that MPI runs
-constexpr double kGraceS = 10;             // for rank 0, which ends calls that wait too long
-constexpr double kLookS = 0.1;             // between two looks for long waits
-constexpr double kIdleNapS = 2e-3;         // rank 0, if no call is under way anywhere
+enum Message : int { kRequest = 1, kResponse };
 
-// All bytes that a collective moves between the ranks, of which this rank may have none.
-double BytesOf(const Response& response, const Call* call, int ranks) {
-  if (call == nullptr && response.example.empty()) return 0;
-  const Request& request = response.example.empty() ? call->request : response.example.front();
-  double bytes = 0;
-  for (const TensorSpec& tensor : request.tensors) bytes += static_cast<double>(tensor.bytes());
-  bytes *= ranks;
-  const bool ragged = response.kind == Kind::kAllgather || response.kind == Kind::kAlltoall;
-  if (!ragged || request.tensors.empty()) return bytes;
-  double received = 0;  // by this rank; in an allgather that is all
-  const std::size_t rows_of_each = response.extents.size() / request.tensors.size();
-  for (std::size_t i = 0; i < response.extents.size(); ++i) {
-    const TensorSpec& tensor = request.tensors[i / std::max<std::size_t>(rows_of_each, 1)];
-    received += static_cast<double>(tensor.BytesOfRows(response.extents[i]));
-  }
-  return std::max(bytes, response.kind == Kind::kAllgather ? received : received * ranks);
-}
+constexpr double kGraceS = 10;   // for rank 0, which ends calls that wait too long
+constexpr double kLookS = 0.1;   // between two looks for lost ranks
+constexpr double kStoppedS = 2;  // after this time without a look, the process had been stopped
 
 std::vector<int> UpTo(int size) {
   std::vector<int> ranks(static_cast<std::size_t>(size));
@@ -54,208 +27,152 @@ std::vector<int> UpTo(int size) {
 
 }  // namespace
 
-NamedCalls::NamedCalls(std::unique_ptr<Links> links, double timeout_s)
-    : rank_(links ? links->rank() : 0),
-      size_(links ? links->size() : 1),
-      timeout_s_(timeout_s),
-      links_(std::move(links)) {
-  const std::vector<int> everyone = UpTo(size_);
-  sets_[0] = std::make_shared<ProcessSet>(links_ ? links_->MakeSet(everyone) : nullptr, everyone, rank_);
-  if (rank_ == 0) coordinator_.emplace(size_, timeout_s);
-}
+// A call of this rank that waits for the answer of rank 0.
+struct NamedCalls::Pending {
+  Call call;
+  Operation* operation = nullptr;
+  std::optional<Response> response;
+  bool agreed = false;         // all ranks have made the call
+  double clock_s = 0;          // ClockOf its process set when it began
+  std::optional<Error> error;  // of this call alone
+};
 
-// After an error the links stay: freeing them is collective.
-NamedCalls::~NamedCalls() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = abandoned_ = true;
+// The first stage of a call.
+class NamedCalls::Answer : public Collective {
+ public:
+  Answer(const NamedCalls& calls, std::shared_ptr<const Pending> pending)
+      : calls_(calls), pending_(std::move(pending)) {}
+  bool Step() override { return done(); }
+  bool done() const override { return pending_->response.has_value(); }
+  std::string Waiting() const override {
+    return calls_.WaitsFor({pending_->call.request.set, pending_->call.request.name});
   }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
-}
+  std::vector<int> Ranks() const override {
+    const int set = pending_->call.request.set;
+    return set == 0 ? std::vector<int>{} : calls_.RanksOf(set);
+  }
+  // Rank 0 ends calls that wait too long. If it does not, CheckAnswers does.
+  double GraceS() const override { return std::numeric_limits<double>::infinity(); }
 
-void NamedCalls::Leave() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (left_) return;
-    left_ = true;
-    // Nobody on this rank waits for anything, so the others need not hear of it unless they do.
-    Call call;
-    call.request.kind = Kind::kLeave;
-    inbox_.push_back(std::move(call));
-    StartThread();
-  }
-  changed_.notify_all();
-}
+ private:
+  const NamedCalls& calls_;
+  const std::shared_ptr<const Pending> pending_;
+};
 
-void NamedCalls::Stop() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
-  }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
-  if (failed_ || !links_) return;
-  const std::lock_guard<std::mutex> lock(sets_mutex_);
-  for (auto& [number, set] : sets_) set->Free();
-  sets_.clear();
-  links_->Free();
+NamedCalls::NamedCalls() : coordinator_(std::in_place, 1, 0.0) { sets_[0] = {{0}, 0, nullptr}; }
+
+NamedCalls::NamedCalls(Progress& progress, Network& network, Messenger& messenger)
+    : progress_(&progress),
+      network_(&network),
+      messenger_(&messenger),
+      rank_(network.topology().rank),
+      size_(network.topology().size),
+      timeout_s_(network.options().timeout_s) {
+  sets_[0] = {UpTo(size_), rank_, size_ > 1 ? &network.named() : nullptr};
+  if (rank_ == 0) coordinator_.emplace(size_, timeout_s_);
 }
 
 std::vector<int> NamedCalls::RanksOf(int set) const {
-  const std::lock_guard<std::mutex> lock(sets_mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = sets_.find(set);
-  return found == sets_.end() ? std::vector<int>{} : found->second->ranks();
+  return found == sets_.end() ? std::vector<int>{} : found->second.ranks;
 }
 
 int NamedCalls::SetOf(const std::vector<int>& ranks) const {
-  const std::lock_guard<std::mutex> lock(sets_mutex_);
-  for (const auto& [number, set] : sets_) {
-    if (set->ranks() == ranks) return number;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [number, members] : sets_) {
+    if (members.ranks == ranks) return number;
   }
   return -1;
 }
 
-void NamedCalls::WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign) {
-  engine_ = engine;
-  end_sign_ = sign;
-  warn_s_ = warn_s;
-  Watchdog::Others watched;
-  watched.waits_now = [self = weak_from_this()]() -> std::optional<Stall> {
-    const auto calls = self.lock();
-    return calls ? calls->WaitsNow() : std::nullopt;
+void NamedCalls::Submit(Call call) {
+  const Request& request = call.request;
+  const Key key{request.set, request.name};
+  try {
+    call.request.refused = Check(call.request, RanksOf(request.set), rank_);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (left_) throw Error("hvpipe has been shut down. Call init() again.", ErrorKind::kUsage);
+    if (!in_use_.insert(key).second) {
+      throw Error("A name should be in use once at a time: wait for the first call, or give another name. "
+                  "Received: " +
+                      request.Described() + " named " + request.name + " on rank " + std::to_string(rank_),
+                  ErrorKind::kUsage);
+    }
+  } catch (const Error& error) {
+    return call.done(&error, nullptr);
+  }
+  if (progress_ == nullptr) return RunAlone(call);
+  const auto operation = std::make_shared<Operation>();
+  const auto pending = std::make_shared<Pending>();
+  operation->what = request.Described() + " named " + request.name;
+  operation->priority = kNamedPriority;
+  operation->of_all_ranks = false;
+  // A rank that has joined waits as long as the others train.
+  if (request.kind == Kind::kJoin) operation->limit_s = std::numeric_limits<double>::infinity();
+  pending->operation = operation.get();
+  pending->call = std::move(call);
+  operation->AddStage([this, pending, key](const Operation&) {
+    pending->clock_s = ClockOf(key.first);
+    pending_[key] = pending;
+    Announce(pending->call.request);
+    return std::make_unique<Answer>(*this, pending);
+  });
+  operation->finished = [this, pending, key](const Error* error) {
+    if (error == nullptr && pending->error) error = &*pending->error;
+    Ended(key, pending->call, error, error == nullptr ? &*pending->response : nullptr);
   };
-  watched.lost = [self = weak_from_this()](const Error& error) {
-    if (const auto calls = self.lock()) calls->LoseProcess(error);
-  };
-  watched.end_if_stuck = [self = weak_from_this()] {
-    if (const auto calls = self.lock()) calls->EndIfStuck();
-  };
-  engine->watchdog().AlsoWatch(std::move(watched));
+  try {
+    progress_->Enqueue({operation}, true);
+  } catch (const Error& error) {
+    return Ended(key, pending->call, &error, nullptr);
+  }
+  progress_->StepOnce();
 }
 
-// The service thread ends all calls with it, unless MPI holds the thread: see EndIfStuck.
-void NamedCalls::LoseProcess(const Error& error) {
+// Free the name before `done`, which may make the next call of this name.
+void NamedCalls::Ended(const Key& key, const Call& call, const Error* error, const Response* response) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    lost_ = error.what();
+    in_use_.erase(key);
   }
-  changed_.notify_all();
+  call.done(error, response);
 }
 
-// A collective of MPI waits for ever for a rank that has called it and then stopped.
-void NamedCalls::EndIfStuck() const {
-  const std::lock_guard<std::mutex> lock(under_way_mutex_);
-  if (in_mpi_since_s_ == 0 || Now() - in_mpi_since_s_ < in_mpi_limit_s_) return;
-  EndProcess("\nhvpipe: rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " waited " +
-                 std::to_string(std::lround(Now() - in_mpi_since_s_)) + " s inside MPI in " + in_mpi_ +
-                 ": every rank should take part sooner (HVPIPE_TIMEOUT). Received: nothing from at least one "
-                 "rank. Has it ended, or does it hang? This rank exits with code 1.\n",
-             end_sign_);
-}
-
-Stall NamedCalls::StallOf(const UnderWay& under_way, double now_s) const {
-  const Request& request = under_way.call.request;
-  Stall stall;
-  stall.what = request.Described() + " named " + request.name;
-  stall.waiting = "the others to call it";
-  stall.waited_s = now_s - under_way.since_s;
-  if (request.set != 0) stall.ranks = RanksOf(request.set);
-  return stall;
-}
-
-// The call that has waited longest. A rank that has joined waits as long as the others train.
-std::optional<Stall> NamedCalls::WaitsNow() const {
-  const std::lock_guard<std::mutex> lock(under_way_mutex_);
-  const UnderWay* oldest = nullptr;
-  for (const auto& [key, each] : under_way_) {
-    if (each.call.request.kind == Kind::kJoin) continue;
-    if (oldest == nullptr || each.since_s < oldest->since_s) oldest = &each;
-  }
-  return oldest == nullptr ? std::nullopt : std::make_optional(StallOf(*oldest, Now()));
-}
-
-// Rank 0 ends calls that wait too long. If it cannot, each rank does.
-void NamedCalls::LookAtWaits(double now_s) {
-  if (now_s - looked_s_ < kLookS) return;
-  looked_s_ = now_s;
-  if (links_) TakeLost(links_->Lost());
-  for (const auto& [key, each] : under_way_) {
-    const Request& request = each.call.request;
-    const double waited_s = ClockOf(request.set) - each.clock_s;
-    if (request.kind == Kind::kJoin || waited_s < timeout_s_ + kGraceS) continue;
-    throw CallError{Problem::kDeadline,
-                    "Rank 0 should answer " + request.Described() + " named " + request.name + " within " +
-                        std::to_string(static_cast<int>(timeout_s_)) +
-                        " s (HVPIPE_TIMEOUT). Received: no answer. Has it ended, or does it hang?"};
-  }
-  if (warn_s_ > 0) TellStall(now_s);
-}
-
-// A rank that has ended makes no more calls, as one that has left.
-void NamedCalls::TakeLost(const std::vector<int>& ranks) {
-  for (const int rank : ranks) {
-    if (!lost_ranks_.insert(rank).second) continue;
-    if (coordinator_) {
-      Request leaves;
-      leaves.kind = Kind::kLeave;
-      Coordinate(coordinator_->OnRequest(rank, leaves, Now()));
-    }
-  }
-  if (!coordinator_ && lost_ranks_.count(0) > 0 && !under_way_.empty()) {
-    throw CallError{Problem::kPeer,
-                    "Rank 0 should begin collectives by name. Received: the end of its connection. Has that "
-                    "rank ended, or its network?"};
-  }
-}
-
-// One report covers all calls that wait too long.
-void NamedCalls::TellStall(double now_s) {
-  std::optional<Stall> longest;
-  for (auto& [key, each] : under_way_) {
-    if (each.told || each.call.request.kind == Kind::kJoin || now_s - each.since_s < warn_s_) continue;
-    each.told = true;
-    Stall stall = StallOf(each, now_s);
-    if (longest && longest->waited_s >= stall.waited_s) continue;
-    if (coordinator_) stall.waiting = Listed(coordinator_->Late(key.first, key.second)) + " to call it";
-    longest = std::move(stall);
-  }
-  const auto engine = longest ? engine_.lock() : nullptr;
-  if (engine) engine->watchdog().Report(*longest);
-}
-
-// Requires mutex_.
-void NamedCalls::StartThread() {
-  if (started_) return;
-  thread_ = std::thread([this] { Loop(); });
-  started_ = true;
-}
-
-void NamedCalls::Submit(Call call) {
+// One rank has nobody to wait for.
+void NamedCalls::RunAlone(Call& call) {
+  const Key key{call.request.set, call.request.name};
+  const auto agreed = std::make_shared<AgreedCall>();
+  agreed->call = std::move(call);
+  std::optional<Error> error;
   try {
-    call.request.refused = Check(call.request, RanksOf(call.request.set), rank_);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (failed_) throw *failed_;
-    if (left_ || stop_) throw CallError{Problem::kUsage, "hvpipe has been shut down. Call init() again."};
-    StartThread();  // first: it may throw, and then the caller reports the call
-    inbox_.push_back(std::move(call));
-  } catch (const CallError& error) {
-    call.done(&error, nullptr);
-    return;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      agreed->response = coordinator_->OnRequest(0, agreed->call.request, 0).back().response;
+      agreed->members = sets_.at(key.first);
+    }
+    const Response& response = agreed->response;
+    if (!response.error.empty()) throw Error(response.error, response.error_kind);
+    if (response.kind == Kind::kRemoveSet) RemoveSet(response.number);
+    Operation operation;
+    AddStages(operation, agreed, nullptr);
+    for (Operation::Stage& stage : operation.stages) (void)stage.make(operation)->Step();
+  } catch (const std::exception& failure) {
+    error = ErrorOf(failure);
   }
-  changed_.notify_all();
+  Ended(key, agreed->call, error ? &*error : nullptr, error ? nullptr : &agreed->response);
 }
 
-Response NamedCalls::Run(Call call, const std::function<void()>& interrupt) {
+Response NamedCalls::Run(Call call, const Interrupt& interrupt) {
   struct Outcome {
     std::mutex mutex;
     std::condition_variable changed;
     bool ended = false;
-    std::optional<CallError> error;
+    std::optional<Error> error;
     Response response;
   };
   const auto outcome = std::make_shared<Outcome>();
-  call.done = [outcome](const CallError* error, const Response* response) {
+  call.done = [outcome](const Error* error, const Response* response) {
     const std::lock_guard<std::mutex> lock(outcome->mutex);
     if (error != nullptr) outcome->error = *error;
     if (response != nullptr) outcome->response = *response;
@@ -273,261 +190,237 @@ Response NamedCalls::Run(Call call, const std::function<void()>& interrupt) {
   return outcome->response;
 }
 
-void NamedCalls::Loop() {
-  try {
-    for (;;) {
-      {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (abandoned_) return;
-      }
-      bool moved = TakeInbox() | Receive();
-      // A request that waits to be received may complete a call.
-      if (!moved) moved = Expire();
-      const bool sent = !links_ || links_->Sent();
-      if (moved) {
-        active_s_ = Now();
-        continue;
-      }
-      {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        // Rank 0 serves the others until all have left.
-        if (stop_ && sent && (!coordinator_ || !left_ || coordinator_->all_left())) return;
-      }
-      Rest(!sent);
-    }
-  } catch (const CallError& error) {
-    FailAll(error);
-  } catch (const Error& error) {
-    FailAll({error.kind() == ErrorKind::kDeadline ? Problem::kDeadline : Problem::kPeer, error.what()});
-  } catch (const std::exception& error) {
-    FailAll({Problem::kPeer, error.what()});
-  }
-}
-
-bool NamedCalls::TakeInbox() {
-  std::vector<Call> taken;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!lost_.empty()) throw Error(lost_, ErrorKind::kPeer);
-    taken.swap(inbox_);
-  }
-  for (auto call = taken.begin(); call != taken.end(); ++call) {
-    try {
-      Take(std::move(*call));
-    } catch (...) {  // FailAll tells the rest
+// The members connect on the caller's thread: MPI may wait for them in that.
+int NamedCalls::AddSet(const std::vector<std::int64_t>& ranks, const Interrupt& interrupt) {
+  Call call;
+  call.request.kind = Kind::kAddSet;
+  call.request.name = "add_process_set";
+  call.request.splits = ranks;
+  const Response response = Run(std::move(call), interrupt);
+  Members members;
+  members.ranks.assign(response.extents.begin(), response.extents.end());
+  members.place = members.PlaceOf(rank_);
+  if (members.place >= 0 && members.size() == size_ && size_ > 1) {
+    members.transport = &network_->named();
+  } else if (members.place >= 0 && members.size() > 1) {
+    std::optional<int> group;
+    {
       const std::lock_guard<std::mutex> lock(mutex_);
-      inbox_.insert(inbox_.begin(), std::make_move_iterator(std::next(call)),
-                    std::make_move_iterator(taken.end()));
-      throw;
+      if (const auto found = groups_.find(members.ranks); found != groups_.end()) group = found->second;
     }
+    if (!group) group = messenger_->AddGroup(members.ranks, interrupt);
+    members.transport = &network_->TransportOf(*group);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    groups_[members.ranks] = *group;
   }
-  return !taken.empty();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  sets_[response.number] = std::move(members);
+  return response.number;
 }
 
-void NamedCalls::Take(Call call) {
-  const Request request = call.request;
-  if (request.kind != Kind::kLeave) {
-    const Key key{request.set, request.name};
-    if (under_way_.count(key) > 0) {
-      const CallError error{Problem::kUsage,
-                            "A name should be in use once at a time: wait for the first call, or give "
-                            "another name. Received: " +
-                                request.Described() + " named " + request.name + " on rank " +
-                                std::to_string(rank_)};
-      call.done(&error, nullptr);
-      return;
-    }
-    const std::lock_guard<std::mutex> lock(under_way_mutex_);
-    under_way_.emplace(key, UnderWay{std::move(call), Now(), ClockOf(request.set)});
+void NamedCalls::RemoveSet(int set) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  sets_.erase(set);
+}
+
+void NamedCalls::Leave() {
+  if (left_.exchange(true) || progress_ == nullptr) return;
+  const auto operation = std::make_shared<Operation>();
+  operation->what = "leaving the collectives by name";
+  operation->priority = kNamedPriority;
+  operation->of_all_ranks = false;
+  operation->AddStage([this](const Operation&) {
+    Request leaves;
+    leaves.kind = Kind::kLeave;
+    Announce(leaves);
+    return std::make_unique<ConcurrentCollectives>(std::vector<std::unique_ptr<Collective>>());
+  });
+  try {
+    progress_->Enqueue({operation}, true);
+  } catch (const Error&) {  // the engine has failed, and the others learn of that
   }
+}
+
+// --- On the driving thread --------------------------------------------------------------------------------
+
+void NamedCalls::Announce(const Request& request) {
+  started_ = true;
+  active_s_ = now_s_;
   if (coordinator_) {
-    Coordinate(coordinator_->OnRequest(rank_, request, ClockOf(request.set)));
+    Tell(coordinator_->OnRequest(rank_, request, ClockOf(request.set)));
   } else {
-    links_->Send(0, Encoded(request), kRequestTag);
+    network_->requests().Send(0, kRequest, Encoded(request));
   }
 }
 
-// Seconds by which calls on a process set expire. It stands still in collectives that keep all its ranks:
-// those of this set, and of all ranks.
+bool NamedCalls::Serve(double now_s) {
+  if (!started_ || size_ == 1) {
+    now_s_ = now_s;
+    return false;
+  }
+  LetClocksRun(now_s);
+  bool moved = false;
+  if (coordinator_ || !pending_.empty()) {
+    while (auto message = network_->requests().Receive()) {
+      moved = true;
+      if (message->kind == kResponse) {
+        Handle(DecodedResponse(message->text));
+      } else {
+        Request request = DecodedRequest(message->text);
+        const double clock_s = ClockOf(request.set);
+        Tell(coordinator_->OnRequest(message->rank, std::move(request), clock_s));
+      }
+    }
+  }
+  // A request that waits to be received may complete a call.
+  if (coordinator_ && !moved && !coordinator_->idle()) {
+    auto expired = coordinator_->Expired([this](int set) { return ClockOf(set); });
+    moved = !expired.empty();
+    Tell(std::move(expired));
+  }
+  for (auto held = std::exchange(early_, {}); !held.empty(); held.pop_front()) Handle(std::move(held.front()));
+  if (now_s - looked_s_ > kLookS) {
+    looked_s_ = now_s;
+    TakeLost();
+    CheckAnswers();
+  }
+  if (moved) active_s_ = now_s;
+  return moved;
+}
+
+// Seconds by which calls on a process set expire. It stands still while exchanges of this set, or of all ranks,
+// are under way: they may keep a rank from its next call. So it does while the process is stopped.
 double NamedCalls::ClockOf(int set) const {
-  const auto spent_s = [this](int of) {
-    const auto found = collectives_s_.find(of);
-    return found == collectives_s_.end() ? 0.0 : found->second;
+  const auto stopped_s = [this](int of) {
+    const auto found = stopped_s_.find(of);
+    return found == stopped_s_.end() ? 0.0 : found->second;
   };
-  return Now() - spent_s(0) - (set == 0 ? 0.0 : spent_s(set));
+  return now_s_ - stopped_all_s_ - stopped_s(0) - (set == 0 ? 0.0 : stopped_s(set));
 }
 
-bool NamedCalls::Receive() {
-  if (!links_) return false;
-  const auto message = links_->Receive(coordinator_ ? kRequestTag : kResponseTag);
-  if (!message) return false;
-  if (coordinator_) {
-    Request request = DecodedRequest(message->second);
-    const double clock_s = ClockOf(request.set);
-    Coordinate(coordinator_->OnRequest(message->first, std::move(request), clock_s));
+void NamedCalls::LetClocksRun(double now_s) {
+  const double passed_s = now_s_ > 0 ? now_s - now_s_ : 0;
+  if (passed_s > kStoppedS && awaits()) {
+    stopped_all_s_ += passed_s;
   } else {
-    Handle(DecodedResponse(message->second));
+    for (const auto& [set, calls] : exchanging_) {
+      if (calls > 0) stopped_s_[set] += passed_s;
+    }
   }
-  return true;
-}
-
-bool NamedCalls::Expire() {
-  if (!coordinator_ || coordinator_->idle()) return false;
-  auto expired = coordinator_->Expired([this](int set) { return ClockOf(set); });
-  if (expired.empty()) return false;
-  Coordinate(std::move(expired));
-  return true;
-}
-
-// Wait for a call of this rank, or for a message.
-void NamedCalls::Rest(bool sends) {
-  const bool awaits_message = !under_way_.empty() || sends || (coordinator_ && !coordinator_->idle());
-  const double now_s = Now(), idle_s = now_s - active_s_;
-  LookAtWaits(now_s);
-  if (awaits_message && idle_s < kEagerS) {
-    std::this_thread::yield();
-    return;
-  }
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto woken = [&] { return !inbox_.empty() || (stop_ && !coordinator_); };
-  if (!awaits_message && !(coordinator_ && size_ > 1)) {
-    changed_.wait(lock, [&] { return woken() || stop_; });
-    return;
-  }
-  const double nap_s = awaits_message ? std::clamp(idle_s / 8, kShortestNapS, kLongestNapS)
-                       : stop_        ? kLongestNapS
-                                      : kIdleNapS;
-  changed_.wait_for(lock, std::chrono::duration<double>(nap_s), woken);
+  now_s_ = now_s;
 }
 
 // Tell the others first, so that they begin together with this rank.
-void NamedCalls::Coordinate(std::vector<Coordinator::Outgoing> responses) {
+void NamedCalls::Tell(std::vector<Coordinator::Outgoing> responses) {
   for (const auto& [rank, response] : responses) {
-    if (rank != rank_) links_->Send(rank, Encoded(response), kResponseTag);
+    if (rank != rank_) network_->requests().Send(rank, kResponse, Encoded(response));
   }
-  for (const auto& [rank, response] : responses) {
-    if (rank == rank_) Handle(response);
+  for (auto& [rank, response] : responses) {
+    if (rank == rank_) Handle(std::move(response));
   }
 }
 
-void NamedCalls::Handle(const Response& response) {
-  const Key key{response.set, response.name};
-  const auto found = under_way_.find(key);
-  Call* const call = found == under_way_.end() ? nullptr : &found->second.call;
-  if (response.problem != Problem::kNone) {
-    const CallError error{response.problem, response.message};
-    return End(key, &error, nullptr);
+void NamedCalls::Handle(Response response) {
+  if (!response.example.empty()) return AddZeros(std::move(response));
+  const auto found = pending_.find({response.set, response.name});
+  if (found == pending_.end()) return;
+  const std::shared_ptr<Pending> pending = std::move(found->second);
+  pending_.erase(found);
+  pending->response = std::move(response);
+  const Response& answer = *pending->response;
+  if (!answer.error.empty()) {
+    pending->error = Error(answer.error, answer.error_kind);
+    return;
   }
-  const int ranks = static_cast<int>(RanksOf(response.set).size());
+  if (answer.kind == Kind::kRemoveSet) return RemoveSet(answer.number);
+  const auto agreed = std::make_shared<AgreedCall>();
+  agreed->call = pending->call;
+  agreed->response = answer;
   try {
-    const InMpi now(*this, response, call, ranks);
-    RunCollective(response, call);
-  } catch (const CallError& error) {  // no memory for an output
-    End(key, &error, nullptr);
-    if (ranks == 1) return;
-    throw Error("Every rank should have memory for the result of " + response.name +
-                    ", and the others wait for this one. Received: " + error.message,
-                ErrorKind::kPeer);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kUsage) throw;
-    const CallError refused{Problem::kUsage, error.what()};  // on all ranks alike, before MPI was called
-    return End(key, &refused, nullptr);
+    Begin(*pending->operation, agreed);
+  } catch (const std::exception& failure) {  // no memory for an output
+    const Error error = ErrorOf(failure);
+    if (agreed->members.size() > 1)
+      throw Error("Every rank should have memory for the result of " + answer.name +
+                      ", and the others wait for this one. Received: " + error.what(),
+                  ErrorKind::kPeer);
+    pending->error = error;
   }
-  End(key, nullptr, &response);
 }
 
-NamedCalls::InMpi::InMpi(NamedCalls& calls, const Response& response, const Call* call, int ranks)
-    : calls_(calls), set_(response.set) {
-  const double bytes = BytesOf(response, call, ranks);
-  const std::lock_guard<std::mutex> lock(calls_.under_way_mutex_);
-  calls_.in_mpi_ = response.name;
-  calls_.in_mpi_since_s_ = Now();
-  calls_.in_mpi_limit_s_ = calls_.timeout_s_ + kGraceS + bytes / kSlowestBytesPerS;
-}
-
-NamedCalls::InMpi::~InMpi() {
-  const std::lock_guard<std::mutex> lock(calls_.under_way_mutex_);
-  calls_.collectives_s_[set_] += Now() - calls_.in_mpi_since_s_;
-  calls_.in_mpi_since_s_ = 0;
-}
-
-void NamedCalls::RunCollective(const Response& response, Call* call) {
-  std::shared_ptr<ProcessSet> set;
-  {
-    const std::lock_guard<std::mutex> lock(sets_mutex_);
-    set = sets_.at(response.set);
-  }
-  if (call == nullptr || !response.example.empty()) {
-    if (!response.example.empty() && response.kind == Kind::kAllreduce)
-      set->AllreduceZeros(response.example[0]);
+// This rank has joined, and takes part in a call of others.
+void NamedCalls::AddZeros(Response response) {
+  if (response.kind != Kind::kAllreduce) return;
+  if (RanksOf(response.set).empty()) {  // another thread of this rank still makes the set
+    early_.push_back(std::move(response));
     return;
   }
-  switch (response.kind) {
-    case Kind::kAllreduce:
-      return set->Allreduce(*call);
-    case Kind::kAllgather:
-      return set->Allgather(*call, response.extents);
-    case Kind::kBroadcast:
-      return set->Broadcast(*call);
-    case Kind::kAlltoall:
-      return set->Alltoall(*call, response.extents);
-    case Kind::kReducescatter:
-      return set->Reducescatter(*call);
-    case Kind::kAddSet: {
-      const std::vector<int> ranks(response.extents.begin(), response.extents.end());
-      auto links = links_ ? links_->MakeSet(ranks) : nullptr;
-      const std::lock_guard<std::mutex> lock(sets_mutex_);
-      sets_[response.number] = std::make_shared<ProcessSet>(std::move(links), ranks, rank_);
-      return;
-    }
-    case Kind::kRemoveSet: {
-      std::shared_ptr<ProcessSet> removed;
-      {
-        const std::lock_guard<std::mutex> lock(sets_mutex_);
-        if (const auto found = sets_.find(response.number); found != sets_.end()) {
-          removed = std::move(found->second);
-          sets_.erase(found);
-        }
-      }
-      if (removed) removed->Free();  // without the lock: MPI may wait for the other ranks
-      return;
-    }
-    case Kind::kBarrier:
-    case Kind::kJoin:
-    case Kind::kLeave:
-      return;
-  }
+  const auto operation = std::make_shared<Operation>();
+  const auto agreed = std::make_shared<AgreedCall>();
+  const auto memory = std::make_shared<std::vector<std::unique_ptr<char[]>>>();
+  operation->what = response.example.front().Described() + " named " + response.name + ", after join";
+  operation->priority = kNamedPriority;
+  operation->of_all_ranks = false;
+  operation->finished = [memory](const Error*) {};
+  agreed->call = ZerosFor(response.example.front(), *memory);
+  agreed->response = std::move(response);
+  Begin(*operation, agreed);
+  progress_->Enqueue({operation}, true);
 }
 
-void NamedCalls::End(const Key& key, const CallError* error, const Response* response) {
-  const auto found = under_way_.find(key);
-  // A rank that has joined takes part in calls that it did not make. Its own call of this name may be a join.
-  if (found == under_way_.end() || (response != nullptr && found->second.call.request.kind != response->kind))
-    return;
-  std::map<Key, UnderWay>::node_type ended;  // whole until then, because the watchdog may look at it
-  {
-    const std::lock_guard<std::mutex> lock(under_way_mutex_);
-    ended = under_way_.extract(found);  // before `done`, which may make the next call of this name
-  }
-  ended.mapped().call.done(error, response);
-}
-
-void NamedCalls::FailAll(const CallError& error) {
-  std::vector<Call> inbox;
+void NamedCalls::Begin(Operation& operation, const std::shared_ptr<AgreedCall>& agreed) {
+  const int set = agreed->response.set;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    failed_ = error;
-    inbox.swap(inbox_);
+    agreed->members = sets_.at(set);
   }
-  std::map<Key, UnderWay> under_way;
-  {
-    const std::lock_guard<std::mutex> lock(under_way_mutex_);
-    under_way.swap(under_way_);
+  if (agreed->members.transport != nullptr) {
+    // All members take the same numbers, because they get the answers of a set in one order.
+    const int tags = std::max<int>(1, static_cast<int>(agreed->call.request.tensors.size()));
+    int& next = next_tags_[agreed->members.transport];
+    if (next + tags > kMessageTags) next = 0;
+    agreed->tag = std::exchange(next, next + tags);
   }
-  for (auto& [key, each] : under_way) each.call.done(&error, nullptr);
-  for (const Call& call : inbox) {
-    if (call.request.kind != Kind::kLeave) call.done(&error, nullptr);
+  AddStages(operation, agreed, network_);
+  ++exchanging_[set];
+  ++exchanges_;
+  active_s_ = now_s_;
+  operation.check = [this, set](Operation&) {
+    --exchanging_[set];
+    --exchanges_;
+  };
+}
+
+// A rank that has ended makes no more calls, as one that has left.
+void NamedCalls::TakeLost() {
+  for (const int rank : network_->Lost()) {
+    if (!lost_.insert(rank).second || !coordinator_) continue;
+    Request leaves;
+    leaves.kind = Kind::kLeave;
+    Tell(coordinator_->OnRequest(rank, std::move(leaves), ClockOf(0)));
   }
+  if (!coordinator_ && lost_.count(0) > 0 && !pending_.empty()) {
+    throw Error("Rank 0 should begin collectives by name. Received: the end of its connection. Has that rank "
+                "ended, or its network?",
+                ErrorKind::kPeer);
+  }
+}
+
+void NamedCalls::CheckAnswers() const {
+  for (const auto& [key, each] : pending_) {
+    const Request& request = each->call.request;
+    const double waited_s = ClockOf(request.set) - each->clock_s;
+    if (request.kind == Kind::kJoin || waited_s < timeout_s_ + kGraceS) continue;
+    throw Error("Rank 0 should answer " + request.Described() + " named " + request.name + " within " +
+                    std::to_string(static_cast<int>(timeout_s_)) +
+                    " s (HVPIPE_TIMEOUT). Received: no answer. Has it ended, or does it hang?",
+                ErrorKind::kDeadline);
+  }
+}
+
+std::string NamedCalls::WaitsFor(const Key& key) const {
+  const std::vector<int> late = coordinator_ ? coordinator_->Late(key.first, key.second) : std::vector<int>{};
+  return late.empty() ? "the others to call it" : Listed(late) + " to call it";
 }
 
 namespace {

@@ -1,59 +1,55 @@
-// Collectives that ranks call by name, in any order and from any thread: the service thread of one rank.
+// Collectives that ranks call by name, in any order and from any thread.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
-#include <functional>
+#include <cstdint>
+#include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "core/operation.h"
+#include "core/messenger.h"
+#include "core/network.h"
+#include "core/progress.h"
+#include "named/call_stages.h"
 #include "named/coordinator.h"
-#include "named/links.h"
-#include "named/process_set.h"
-
-namespace hvpipe {
-class Engine;
-}
 
 namespace hvpipe::named {
 
 // Gradients of `data_parallel` do not come here: their buckets are planned once and never negotiated.
 //
-//   any thread: Submit -> inbox | service thread: tell rank 0 -> wait for its response -> collective ->
-//   done
+// A call is an operation of Progress. Its first stage tells rank 0 of the call and waits for the answer, which
+// comes when all ranks of the process set have made the call. The other stages are its exchanges. Only rank 0
+// has the coordinator.
 //
-// Rank 0 also has the coordinator. Ranks run the responses in the coordinator's order.
+//   any thread: Submit -> | driving thread: tell rank 0 -> wait for its answer -> exchanges | -> done
 //
-// Threads: any thread may call the public functions; mutex_ guards the inbox. Everything else belongs to the
-// service thread, which starts with the first call.
-class NamedCalls : public std::enable_shared_from_this<NamedCalls> {
+// The data of a call go before buckets (kNamedPriority), because somebody usually waits for it.
+//
+// Threads: any thread may call the public functions; mutex_ guards what they share with the driving thread, and
+// the rest belongs to the driving thread, which calls Serve.
+class NamedCalls {
  public:
-  // Collective. Null: one rank.
-  NamedCalls(std::unique_ptr<Links> links, double timeout_s);
-  ~NamedCalls();
+  NamedCalls(Progress& progress, Network& network, Messenger& messenger);
+  // One rank, without an engine: every call ends within Submit.
+  NamedCalls();
   NamedCalls(const NamedCalls&) = delete;
   NamedCalls& operator=(const NamedCalls&) = delete;
 
-  // Let this watchdog know of calls that wait longer than `warn_s`, and end the process with EndProcess if
-  // MPI holds the service's thread for too long. Before the first call.
-  void WatchWith(const std::shared_ptr<Engine>& engine, double warn_s, const std::string& sign);
-  // Start a call; its `done` tells how it ended. Does not wait.
+  // Start a call; its `done` tells how it ended. Does not wait for other ranks.
   void Submit(Call call);
-  // Submit and wait; returns the response or throws CallError. `interrupt` is called some 20 times a second
-  // and may throw.
-  Response Run(Call call, const std::function<void()>& interrupt);
+  // Submit and wait; returns the response or throws. `interrupt` is called some 20 times a second and may throw.
+  Response Run(Call call, const Interrupt& interrupt);
+  // Make a process set of these ranks and return its number. All ranks call it.
+  int AddSet(const std::vector<std::int64_t>& ranks, const Interrupt& interrupt);
   // Tell the others that this rank makes no more calls. Their calls that need it end with an error.
   void Leave();
-  // End the threads and free what they used. Collective, after Leave on all ranks.
-  void Stop();
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -64,81 +60,63 @@ class NamedCalls : public std::enable_shared_from_this<NamedCalls> {
   // The number of the process set that has these ranks (ascending); -1 if no set has.
   int SetOf(const std::vector<int>& ranks) const;
 
+  // For Progress. Take messages of other ranks; returns whether any had come.
+  bool Serve(double now_s);
+  // Whether to look again at once.
+  bool eager() const { return (awaits() || exchanges_ > 0) && now_s_ - active_s_ < kEagerS; }
+  // Rank 0 looks for calls of others this often, in seconds, even if it has made none.
+  double serve_s() const {
+    return coordinator_ && started_ && size_ > 1 ? kServeS : std::numeric_limits<double>::infinity();
+  }
+
  private:
-  using Key = std::pair<int, std::string>;
-  struct UnderWay {
-    Call call;
-    double since_s;
-    double clock_s;     // ClockOf its process set at that time
-    bool told = false;  // of its wait
-  };
+  using Key = std::pair<int, std::string>;  // process set and name
+  class Answer;
+  struct Pending;
 
-  // Lets EndIfStuck see that a collective of MPI runs.
-  class InMpi {
-   public:
-    InMpi(NamedCalls& calls, const Response& response, const Call* call, int ranks);
-    ~InMpi();
-    InMpi(const InMpi&) = delete;
-    InMpi& operator=(const InMpi&) = delete;
+  // After something happened, look again at once for this long.
+  static constexpr double kEagerS = 200e-6;
+  static constexpr double kServeS = 2e-3;
 
-   private:
-    NamedCalls& calls_;
-    const int set_;
-  };
-
-  void LoseProcess(const Error& error);
-  void EndIfStuck() const;
-  void LookAtWaits(double now_s);
-  Stall StallOf(const UnderWay& under_way, double now_s) const;
-  std::optional<Stall> WaitsNow() const;
-  void TellStall(double now_s);
-  void TakeLost(const std::vector<int>& ranks);
-  void StartThread();
-  void Loop();
+  bool awaits() const { return !pending_.empty() || (coordinator_ && !coordinator_->idle()); }
+  void RunAlone(Call& call);
+  void Ended(const Key& key, const Call& call, const Error* error, const Response* response);
+  void Announce(const Request& request);
+  void Tell(std::vector<Coordinator::Outgoing> responses);
+  void Handle(Response response);
+  void AddZeros(Response response);
+  void Begin(Operation& operation, const std::shared_ptr<AgreedCall>& agreed);
+  void RemoveSet(int set);
+  void TakeLost();
+  void CheckAnswers() const;
   double ClockOf(int set) const;
-  bool TakeInbox();
-  void Take(Call call);
-  bool Receive();
-  bool Expire();
-  void Rest(bool sends);
-  void Coordinate(std::vector<Coordinator::Outgoing> responses);
-  void Handle(const Response& response);
-  void RunCollective(const Response& response, Call* call);
-  void End(const Key& key, const CallError* error, const Response* response);
-  void FailAll(const CallError& error);
+  void LetClocksRun(double now_s);
+  std::string WaitsFor(const Key& key) const;
 
-  const int rank_, size_;
-  const double timeout_s_;
-  const std::unique_ptr<Links> links_;
+  Progress* const progress_ = nullptr;  // null: alone
+  Network* const network_ = nullptr;
+  Messenger* const messenger_ = nullptr;
+  const int rank_ = 0, size_ = 1;
+  const double timeout_s_ = 0;
+
+  mutable std::mutex mutex_;
+  std::map<int, Members> sets_;
+  std::set<Key> in_use_;  // calls of this rank that have not ended
+  std::map<std::vector<int>, int> groups_;  // made so far, by ranks
+  std::atomic<bool> left_{false};
+
+  // Of the driving thread; if this rank is alone, guarded by mutex_.
   std::optional<Coordinator> coordinator_;  // on rank 0
-
-  mutable std::mutex sets_mutex_;
-  std::map<int, std::shared_ptr<ProcessSet>> sets_;
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Call> inbox_;
-  bool stop_ = false;
-  bool started_ = false;
-  bool left_ = false;
-  bool abandoned_ = false;  // ends without Stop, perhaps after MPI_Finalize
-  std::optional<CallError> failed_;
-  std::string lost_;  // says which rank's process has ended; empty: none
-
-  std::weak_ptr<Engine> engine_;  // has the watchdog
-  double warn_s_ = 0;             // 0: nobody is told of waits
-  std::string end_sign_;          // for EndProcess
-  double looked_s_ = 0;           // for long waits
-  std::set<int> lost_ranks_;      // whose connections have ended
-
-  mutable std::mutex under_way_mutex_;  // for changes, and for looks of other threads
-  std::map<Key, UnderWay> under_way_;
-  std::string in_mpi_;         // the collective that MPI runs, which nothing can interrupt
-  double in_mpi_since_s_ = 0;  // 0: none
-  double in_mpi_limit_s_ = 0;
-  double active_s_ = 0;                  // when something last happened
-  std::map<int, double> collectives_s_;  // time spent in collectives, by process set
-  std::thread thread_;
+  bool started_ = false;                    // a call was made here
+  std::map<Key, std::shared_ptr<Pending>> pending_;  // calls of this rank without an answer
+  std::deque<Response> early_;                       // for a process set that this rank is still making
+  std::map<const Transport*, int> next_tags_;
+  std::map<int, int> exchanging_;    // calls whose exchanges are under way, by process set
+  int exchanges_ = 0;                // in all sets
+  std::map<int, double> stopped_s_;  // how long the clock of calls has stood still, by process set
+  double stopped_all_s_ = 0;         // for all sets
+  double now_s_ = 0, active_s_ = 0, looked_s_ = 0;
+  std::set<int> lost_;
 };
 
 // The calls of the default session, which TensorFlow's kernels use. Null without a session.

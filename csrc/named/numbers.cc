@@ -1,14 +1,14 @@
-// Arithmetic on arrays of any element type.
+// Loops over arrays of any element type.
 #include "named/numbers.h"
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
 #include "core/half.h"
-#include "core/mpi_error.h"
 #include "core/vector_loops.h"
 
 namespace hvpipe::named {
@@ -50,28 +50,28 @@ struct Wide<BFloat16> {
 
 // Call `act` with a null pointer of the element type.
 template <typename Act>
-void WithType(Type type, const Act& act) {
+void WithType(DType type, const Act& act) {
   switch (type) {
-    case Type::kBool:
-    case Type::kUint8:
+    case DType::kBool:
+    case DType::kUint8:
       return act(static_cast<std::uint8_t*>(nullptr));
-    case Type::kInt8:
+    case DType::kInt8:
       return act(static_cast<std::int8_t*>(nullptr));
-    case Type::kUint16:
+    case DType::kUint16:
       return act(static_cast<std::uint16_t*>(nullptr));
-    case Type::kInt16:
+    case DType::kInt16:
       return act(static_cast<std::int16_t*>(nullptr));
-    case Type::kInt32:
+    case DType::kInt32:
       return act(static_cast<std::int32_t*>(nullptr));
-    case Type::kInt64:
+    case DType::kInt64:
       return act(static_cast<std::int64_t*>(nullptr));
-    case Type::kFloat16:
+    case DType::kFloat16:
       return act(static_cast<Float16*>(nullptr));
-    case Type::kBFloat16:
+    case DType::kBFloat16:
       return act(static_cast<BFloat16*>(nullptr));
-    case Type::kFloat32:
+    case DType::kFloat32:
       return act(static_cast<float*>(nullptr));
-    case Type::kFloat64:
+    case DType::kFloat64:
       return act(static_cast<double*>(nullptr));
   }
 }
@@ -104,100 +104,30 @@ T Reduced(ReduceOp op, T a, T b) {
 }
 
 template <typename T, ReduceOp kOp>
-void ReduceEach(void* in, void* in_out, int* count, MPI_Datatype* /*type*/) {
-  const auto* const a = static_cast<const T*>(in);
-  auto* const b = static_cast<T*>(in_out);
-  for (int i = 0; i < *count; ++i) b[i] = Reduced(kOp, a[i], b[i]);
+void ReduceEach(void* into, const void* from, std::int64_t count) {
+  auto* const a = static_cast<T*>(into);
+  const auto* const b = static_cast<const T*>(from);
+  for (std::int64_t i = 0; i < count; ++i) a[i] = Reduced(kOp, a[i], b[i]);
 }
 
-template <typename T, ReduceOp kOp>
-MPI_Op OwnOp() {
-  static const MPI_Op made = [] {
-    MPI_Op op = MPI_OP_NULL;
-    HVPIPE_MPI(MPI_Op_create(&ReduceEach<T, kOp>, 1, &op));
-    return op;
-  }();
-  return made;
-}
-
-template <typename T>
-MPI_Op OwnOpOf(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kMin:
-      return OwnOp<T, ReduceOp::kMin>();
-    case ReduceOp::kMax:
-      return OwnOp<T, ReduceOp::kMax>();
-    case ReduceOp::kProduct:
-      return OwnOp<T, ReduceOp::kProduct>();
-    default:
-      return OwnOp<T, ReduceOp::kSum>();
-  }
-}
-
-}  // namespace
-
-MPI_Datatype MpiType(Type type) {
-  switch (type) {
-    case Type::kBool:
-    case Type::kUint8:
-      return MPI_UINT8_T;
-    case Type::kInt8:
-      return MPI_INT8_T;
-    case Type::kUint16:
-    case Type::kFloat16:
-    case Type::kBFloat16:
-      return MPI_UINT16_T;
-    case Type::kInt16:
-      return MPI_INT16_T;
-    case Type::kInt32:
-      return MPI_INT32_T;
-    case Type::kInt64:
-      return MPI_INT64_T;
-    case Type::kFloat32:
-      return MPI_FLOAT;
-    case Type::kFloat64:
-      return MPI_DOUBLE;
-  }
-  return MPI_DATATYPE_NULL;
-}
-
-MPI_Op MpiOp(ReduceOp op, Type type) {
-  const bool compares = op == ReduceOp::kMin || op == ReduceOp::kMax;
-  if (!compares && (type == Type::kFloat32 || type == Type::kFloat64)) {
-    return op == ReduceOp::kProduct ? MPI_PROD : MPI_SUM;
-  }
-  MPI_Op own = MPI_OP_NULL;
-  WithType(type, [&](auto* typed) { own = OwnOpOf<std::remove_pointer_t<decltype(typed)>>(op); });
-  return own;
-}
-
-void Reduce(ReduceOp op, Type type, void* into, const void* from, std::int64_t count) {
+// into[i] = into[i] op from[i], in the type itself.
+void Reduce(ReduceOp op, DType type, void* into, const void* from, std::int64_t count) {
   WithType(type, [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
-    auto* const a = static_cast<T*>(into);
-    const auto* const b = static_cast<const T*>(from);
-    for (std::int64_t i = 0; i < count; ++i) a[i] = Reduced(op, a[i], b[i]);
+    switch (op) {
+      case ReduceOp::kMin:
+        return ReduceEach<T, ReduceOp::kMin>(into, from, count);
+      case ReduceOp::kMax:
+        return ReduceEach<T, ReduceOp::kMax>(into, from, count);
+      case ReduceOp::kProduct:
+        return ReduceEach<T, ReduceOp::kProduct>(into, from, count);
+      default:
+        return ReduceEach<T, ReduceOp::kSum>(into, from, count);
+    }
   });
 }
 
-namespace {
-
 constexpr std::int64_t kBlock = 1024;
-
-DType CoreTypeOf(Type type) {
-  switch (type) {
-    case Type::kFloat16:
-      return DType::kFloat16;
-    case Type::kBFloat16:
-      return DType::kBFloat16;
-    case Type::kFloat64:
-      return DType::kFloat64;
-    default:
-      return DType::kFloat32;
-  }
-}
-
-bool IsHalf(Type type) { return type == Type::kFloat16 || type == Type::kBFloat16; }
 
 // What is left of a number is cut off. Numbers that no int64 holds become the nearest one, NaN becomes 0.
 std::int64_t CutOff(double value) {
@@ -241,16 +171,15 @@ void ReduceIntegers(const Request& request, const std::vector<const void*>& part
   }
 }
 
-void ReduceHalves(const Request& request, Type type, const std::vector<const void*>& parts, char* out,
+void ReduceHalves(const Request& request, DType type, const std::vector<const void*>& parts, char* out,
                   std::int64_t count) {
-  const DType half = CoreTypeOf(type);
   const double by = request.op == ReduceOp::kAverage ? static_cast<double>(parts.size()) : 1;
   std::array<float, kBlock> total, next;
   for (std::int64_t start = 0; start < count; start += kBlock) {
     const auto n = static_cast<std::size_t>(std::min(count - start, kBlock));
     const std::size_t offset = static_cast<std::size_t>(start) * SizeOf(type);
     const auto load = [&](std::size_t part, float* to) {
-      ScaleAndCast(static_cast<const char*>(parts[part]) + offset, half, to, DType::kFloat32, n,
+      ScaleAndCast(static_cast<const char*>(parts[part]) + offset, type, to, DType::kFloat32, n,
                    request.prescale);
     };
     load(0, total.data());
@@ -258,35 +187,60 @@ void ReduceHalves(const Request& request, Type type, const std::vector<const voi
       load(part, next.data());
       for (std::size_t i = 0; i < n; ++i) total[i] = Reduced(request.op, total[i], next[i]);
     }
-    ScaleAndCast(total.data(), DType::kFloat32, out + offset, half, n, request.postscale / by);
+    ScaleAndCast(total.data(), DType::kFloat32, out + offset, type, n, request.postscale / by);
   }
 }
 
-}  // namespace
+// In the type itself, a block at a time if numbers must be scaled before.
+void ReducePlain(const Request& request, DType type, const std::vector<const void*>& parts, char* out,
+                 std::int64_t count) {
+  const bool adds = request.op == ReduceOp::kSum || request.op == ReduceOp::kAverage;
+  if (request.prescale == 1 && adds && IsFloating(type)) {
+    SumInto(out, parts.data(), parts.size(), type, static_cast<std::size_t>(count));
+  } else if (request.prescale == 1) {
+    if (out != parts.front()) std::memcpy(out, parts.front(), static_cast<std::size_t>(count) * SizeOf(type));
+    for (std::size_t part = 1; part < parts.size(); ++part) Reduce(request.op, type, out, parts[part], count);
+  } else {
+    std::array<double, kBlock> scaled;  // aligned for every type
+    for (std::int64_t start = 0; start < count; start += kBlock) {
+      const std::int64_t n = std::min(count - start, kBlock);
+      const std::size_t offset = static_cast<std::size_t>(start) * SizeOf(type);
+      for (std::size_t part = 0; part < parts.size(); ++part) {
+        void* const to = part == 0 ? static_cast<void*>(out + offset) : scaled.data();
+        ScaleAndCast(static_cast<const char*>(parts[part]) + offset, type, to, type,
+                     static_cast<std::size_t>(n), request.prescale);
+        if (part > 0) Reduce(request.op, type, out + offset, to, n);
+      }
+    }
+  }
+  if (!IsFloating(type)) return;
+  const double by = request.op == ReduceOp::kAverage ? static_cast<double>(parts.size()) : 1;
+  Scale(out, type, static_cast<std::size_t>(count), request.postscale / by);
+}
 
-bool IsFloating(Type type) { return IsHalf(type) || type == Type::kFloat32 || type == Type::kFloat64; }
-
-bool NeedsWiderType(const Request& request, Type type) {
-  if (request.op == ReduceOp::kAdasum) return false;
+// Whether a result in the tensor's own type would depend on numbers between that the type cannot hold: a sum of
+// half types is rounded at each rank, an average of integers wraps before it is divided.
+bool NeedsWiderType(const Request& request, DType type) {
   const bool scales = request.prescale != 1 || request.postscale != 1;
   if (!IsFloating(type)) return scales || request.op == ReduceOp::kAverage;
   return IsHalf(type) && (scales || (request.op != ReduceOp::kMin && request.op != ReduceOp::kMax));
 }
 
-void ReduceParts(const Request& request, Type type, const std::vector<const void*>& parts, void* out,
+}  // namespace
+
+void ReduceParts(const Request& request, DType type, const std::vector<const void*>& parts, void* out,
                  std::int64_t count) {
-  if (IsHalf(type)) return ReduceHalves(request, type, parts, static_cast<char*>(out), count);
+  if (count == 0) return;
+  auto* const to = static_cast<char*>(out);
+  if (!NeedsWiderType(request, type)) return ReducePlain(request, type, parts, to, count);
+  if (IsHalf(type)) return ReduceHalves(request, type, parts, to, count);
   WithType(type, [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
     if constexpr (std::is_integral_v<T>) ReduceIntegers(request, parts, static_cast<T*>(out), count);
   });
 }
 
-void ScaleNumbers(void* data, Type type, std::int64_t count, double factor) {
-  Scale(data, CoreTypeOf(type), static_cast<std::size_t>(count), factor);
-}
-
-AdasumFactors FactorsOf(const void* a, const void* b, Type type, std::int64_t count) {
+AdasumFactors FactorsOf(const void* a, const void* b, DType type, std::int64_t count) {
   double dot = 0, a_square = 0, b_square = 0;
   WithType(type, [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
@@ -304,7 +258,7 @@ AdasumFactors FactorsOf(const void* a, const void* b, Type type, std::int64_t co
   return {a_square > 0 ? 1 - dot / (2 * a_square) : 1, b_square > 0 ? 1 - dot / (2 * b_square) : 1};
 }
 
-void Combine(void* a, const void* b, Type type, std::int64_t count, AdasumFactors factors) {
+void Combine(void* a, const void* b, DType type, std::int64_t count, AdasumFactors factors) {
   WithType(type, [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
     using W = typename Wide<T>::type;

@@ -21,7 +21,7 @@ from hvpipe.comm.device_array import (
 )
 from hvpipe.comm.host_array import as_bytes, as_plain_dtype, check_output, host_array, reducible_dtype
 from hvpipe.comm.native import LeftToParent, import_native
-from hvpipe.comm.objects import packed_for_user, unpacked_for_user
+from hvpipe.comm.objects import packed, packed_for_user, unpacked, unpacked_for_user
 from hvpipe.comm.rank_gpu import open_gpu, open_gpus_of_all
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.world import World
@@ -244,20 +244,27 @@ class Engine:
             raise HvpipeError("allgather needs an array with at least one axis. Received: a scalar")
         if self.core is None:
             return np.array(source)
-        shape = f"{source.dtype}{['*', *source.shape[1:]]}"
-        lengths = np.empty(self.world.size, np.int64)
-        mine = np.array([source.shape[0]], np.int64)
-        self.core.all_gather(mine, lengths, f"allgather of {shape} (lengths)")
-        longest = int(lengths.max())
-        row_bytes = source[:1].nbytes if source.shape[0] else int(np.prod(source.shape[1:])) * source.itemsize
-        padded = np.zeros(longest * row_bytes, np.uint8)
-        padded[: source.nbytes] = source.reshape(-1).view(np.uint8)
-        gathered: Array = np.empty((self.world.size, padded.size), np.uint8)
-        self.core.all_gather(padded, gathered, f"allgather of {shape}")
-        parts = [gathered[r, : int(n) * row_bytes] for r, n in enumerate(lengths)]
-        joined: Array = np.concatenate(parts).view(source.dtype)
-        shaped: Array = joined.reshape(int(lengths.sum()), *source.shape[1:])
-        return shaped
+        what = f"allgather of {source.dtype}{['*', *source.shape[1:]]}"
+        rows = self._lengths(source.shape[0], what)
+        row_bytes = int(np.prod(source.shape[1:])) * source.itemsize
+        gathered = self._gathered(source.reshape(-1).view(np.uint8), rows * row_bytes, what)
+        joined: Array = gathered.view(source.dtype).reshape(int(rows.sum()), *source.shape[1:])
+        return joined
+
+    def _lengths(self, mine: int, what: str) -> Array:
+        """Return a number of each rank, in rank order."""
+        everyones = np.empty(self.world.size, np.int64)
+        self.core.gather(
+            np.array([mine], np.int64), everyones, [8] * self.world.size, None, f"{what} (lengths)"
+        )
+        return everyones
+
+    def _gathered(self, mine: Array, lengths: Array, what: str, root: int | None = None) -> Array:
+        """Return the bytes of all ranks, in rank order; with a `root`, none on other ranks."""
+        receives = root is None or root == self.world.rank
+        gathered = np.empty(int(lengths.sum()) if receives else 0, np.uint8)
+        self.core.gather(mine, gathered, lengths.tolist(), root, what)
+        return gathered
 
     def broadcast(self, array: Any, root: int = 0) -> Array:
         """Return the array of rank `root` on every rank.
@@ -266,8 +273,7 @@ class Engine:
             array: The same shape and dtype on every rank. A device array is overwritten with the result.
             root: The rank whose array is sent.
         """
-        if not 0 <= root < self.world.size:
-            raise HvpipeError(f"root should be a rank, 0 to {self.world.size - 1}. Received: root={root}")
+        self._check_root(root)
         if is_device_array(array):
             filled = check_writable(self._on_device(array))
             self.use_device()
@@ -279,6 +285,10 @@ class Engine:
             what = f"broadcast of {target.dtype}{list(target.shape)} from rank {root}"
             self.core.broadcast(as_plain_dtype(target), root, what)
         return target
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.world.size:
+            raise HvpipeError(f"root should be a rank, 0 to {self.world.size - 1}. Received: root={root}")
 
     def agree(self, what: str, samples: float = 0.0) -> list[float]:
         """Wait until all ranks call this with the same `what`.
@@ -334,18 +344,35 @@ class Engine:
 
     def allgather_object(self, value: Any, what: str) -> list[Any]:
         """Return the plain values (see hvpipe.comm.objects) of all ranks; errors say `what` the user did."""
-        self.agree(what)
-        return self.world.allgather_object(value)
+        return [value] if self.core is None else self._gathered_objects(value, what)
 
     def gather_object(self, value: Any, what: str) -> list[Any] | None:
         """Return the plain values of all ranks, in rank order, on rank 0, and None on the others."""
-        self.agree(what)
-        return self.world.gather_object(value)
+        if self.core is None:
+            return [value]
+        values = self._gathered_objects(value, what, root=0)
+        return values if self.world.rank == 0 else None
+
+    def _gathered_objects(self, value: Any, what: str, root: int | None = None) -> list[Any]:
+        payload = np.frombuffer(packed(value), np.uint8)
+        lengths = self._lengths(payload.size, what)
+        gathered = self._gathered(payload, lengths, what, root)
+        if gathered.size == 0:
+            return []
+        return [unpacked(part.data) for part in np.split(gathered, np.cumsum(lengths)[:-1])]
 
     def broadcast_object(self, value: Any, what: str, root: int = 0) -> Any:
         """Return the plain value of rank `root` on every rank."""
-        self.agree(what)
-        return self.world.broadcast_object(value, root)
+        self._check_root(root)
+        if self.core is None:
+            return value
+        sends = self.world.rank == root
+        payload: Array = np.frombuffer(packed(value) if sends else b"", np.uint8)
+        length = np.array([payload.size], np.int64)
+        self.core.broadcast(length, root, f"{what} (length)")
+        data: Array = np.array(payload) if sends else np.empty(int(length[0]), np.uint8)
+        self.core.broadcast(data, root, what)
+        return value if sends else unpacked(data.data)
 
     def allgather_any_object(self, value: Any) -> list[Any]:
         """Return the user's values of all ranks, in rank order: pickled if ranks are trusted."""

@@ -28,7 +28,7 @@ def flight_path(settings: Settings, world: World) -> str:
     """Return the file of this rank's recorder; "" to keep it in memory. Collective."""
     if settings.flight_folder is not None:
         start = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(8)}"  # nobody can make it first
-        folder = Path(settings.flight_folder) / world.broadcast_object(start)
+        folder = Path(settings.flight_folder) / world.allgather_object(start)[0]
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             make_own(folder, user_on(folder.parent))

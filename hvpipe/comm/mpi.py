@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 _LONGEST_ABORT_S = 10
 _LEAST_INIT_S = 60.0
 """Ranks may start at different times, also if they must answer sooner later on."""
-_MOST_BYTES = 1 << 30
-"""Limit of one MPI call, because MPI's counts and offsets are ints."""
 
 _BY_MPIRUN = (
     "mpirun and mpi4py should belong to the same MPI. "
@@ -100,13 +98,6 @@ class MpiWorld:
                 **settings.engine_options(self.eager_bytes * 15 // 16),  # leave room for headers
             )
 
-    def make_named_calls(self, settings: Settings) -> Any:
-        """Return the service for collectives that ranks call by name. Collective."""
-        with self._limited("calls of MPI that make named collectives"):
-            return import_native().NamedCalls.create(
-                self._engine_handle, settings.engine_timeout_s, self.local_rank, self.local_size
-            )
-
     def watch(self, lost: Callable[[list[int]], None]) -> None:
         """Call `lost(ranks)` once, from another thread, when ranks are lost. On all ranks.
 
@@ -159,8 +150,6 @@ class MpiWorld:
         payload = packed(value)
         lengths = array("q", bytes(8 * self.size))
         self._wait(self._comm.Iallgather(array("q", [len(payload)]), lengths), "all-gather of lengths")
-        if sum(lengths) > _MOST_BYTES:
-            return [self.broadcast_object(value, root) for root in range(self.size)]
         received = bytearray(sum(lengths))
         target = [received, list(lengths), self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([payload, self._mpi.BYTE], target), "all-gather of objects")
@@ -169,47 +158,6 @@ class MpiWorld:
             values.append(unpacked(view[start : start + length]))
             start += length
         return values
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
-        if self.rank > 0:
-            payload = memoryview(packed(value))
-            self._wait(self._comm.Isend(array("q", [len(payload)]), 0), "send of a length to rank 0")
-            for part in self._parts(payload):
-                self._wait(self._comm.Isend(part, 0), "send of an object to rank 0")
-            return None
-        values = [value]
-        for other in range(1, self.size):
-            length = array("q", [0])
-            self._wait(self._comm.Irecv(length, other), f"length of an object from rank {other}")
-            received = bytearray(length[0])
-            for part in self._parts(memoryview(received)):
-                self._wait(self._comm.Irecv(part, other), f"object from rank {other}")
-            values.append(unpacked(received))
-        return values
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the value of rank `root` on every rank."""
-        if not 0 <= root < self.size:
-            raise HvpipeError(f"root should be a rank, 0 to {self.size - 1}. Received: root={root}")
-        is_root = self.rank == root
-        payload = bytearray(packed(value)) if is_root else bytearray()
-        length = array("q", [len(payload)])
-        self._wait(self._comm.Ibcast(length, root), f"broadcast of a length from rank {root}")
-        if not is_root:
-            payload = bytearray(length[0])
-        for part in self._parts(memoryview(payload)):
-            self._wait(self._comm.Ibcast(part, root), f"broadcast of an object from rank {root}")
-        return value if is_root else unpacked(payload)
-
-    def _parts(self, view: memoryview) -> Iterator[list[Any]]:
-        """Yield buffers for MPI, none above its limit."""
-        for start in range(0, len(view), _MOST_BYTES):
-            yield [view[start : start + _MOST_BYTES], self._mpi.BYTE]
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        self._wait(self._comm.Ibarrier(), "barrier")
 
     def clock_offset_s(self) -> float:
         """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's."""
@@ -225,7 +173,7 @@ class MpiWorld:
         return _initialised
 
     def close(self) -> None:
-        """Free the communicators, on every rank. The engine and the named calls must have stopped."""
+        """Free the communicators, on every rank. The engine must have stopped."""
         if self._closed:
             return
         self._closed = True

@@ -101,7 +101,7 @@ def shared_file(world: World, settings: Settings, hosts: list[int]) -> Iterator[
                 *(FOLDER, reasons[0]),
             )
         yield "" if reasons else path_of_host
-        world.barrier()
+        world.allgather_object(None)  # all have opened it
     finally:
         if path:
             os.unlink(path)

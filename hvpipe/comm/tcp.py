@@ -80,45 +80,10 @@ class TcpWorld:
         hosts = [places.index(place) for place in places]
         return make_engine(self, self._mesh, hosts, settings)
 
-    def make_named_calls(self, settings: Settings) -> Any:
-        """Return the service for collectives that ranks call by name. Collective."""
-        return import_native().NamedCalls.create_over_sockets(
-            self._mesh, settings.engine_timeout_s, self.local_rank, self.local_size
-        )
-
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
         self._send(value, [rank for rank in range(self.size) if rank != self.rank])
         return [value if rank == self.rank else self._receive(rank) for rank in range(self.size)]
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
-        if self.rank > 0:
-            self._send(value, [0])
-            return None
-        return [value, *(self._receive(rank) for rank in range(1, self.size))]
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the value of rank `root` on every rank."""
-        if not 0 <= root < self.size:
-            raise HvpipeError(f"root should be a rank, 0 to {self.size - 1}. Received: root={root}")
-        # A binomial tree: each rank that has the object passes it on.
-        after_root = (self.rank - root) % self.size
-        distance = 1 << after_root.bit_length()
-        if after_root > 0:
-            payload = self._mesh.receive((after_root - distance // 2 + root) % self.size, self._timeout_s)
-        else:
-            payload = packed(value)
-        targets = []
-        while after_root + distance < self.size:
-            targets.append((after_root + distance + root) % self.size)
-            distance *= 2
-        self._send_bytes(payload, targets)
-        return value if after_root == 0 else unpacked(payload)
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        self.allgather_object(None)
 
     def clock_offset_s(self) -> float:
         """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's."""
@@ -151,7 +116,7 @@ class TcpWorld:
         return True
 
     def close(self) -> None:
-        """Close the connections, on every rank. The engine and the named calls must have stopped."""
+        """Close the connections, on every rank. The engine must have stopped."""
         global _opened
         self._mesh.close()
         if _opened is self:

@@ -7,10 +7,9 @@ import sys
 from typing import Any, Protocol
 
 from hvpipe.comm.discover import Launch
-from hvpipe.comm.native import import_native
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.versions import check_same_versions
-from hvpipe.errors import HvpipeError, InitError
+from hvpipe.errors import InitError
 
 __all__ = ["SingleWorld", "World", "open_world", "started_world"]
 
@@ -80,20 +79,11 @@ class World(Protocol):
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks; None with one rank. Collective."""
 
-    def make_named_calls(self, settings: Settings) -> Any:
-        """Return the service for collectives that ranks call by name. Collective."""
-
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the plain values (see hvpipe.comm.objects) of all ranks, in rank order."""
+        """Return the plain values (see hvpipe.comm.objects) of all ranks, in rank order.
 
-    def gather_object(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the value of rank `root` on every rank."""
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
+        For what ranks must know before they have an engine, which gathers objects from then on.
+        """
 
     def clock_offset_s(self) -> float:
         """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's."""
@@ -127,22 +117,8 @@ class SingleWorld:
     def make_engine(self, settings: Settings) -> Any:
         return None
 
-    def make_named_calls(self, settings: Settings) -> Any:
-        return import_native().NamedCalls.create(None, settings.timeout_s, self.local_rank, self.local_size)
-
     def allgather_object(self, value: Any) -> list[Any]:
         return [value]
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        return [value]
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        if root != 0:
-            raise HvpipeError(f"root should be a rank, 0 to 0. Received: root={root}")
-        return value
-
-    def barrier(self) -> None:
-        pass
 
     def clock_offset_s(self) -> float:
         return 0.0

@@ -154,7 +154,7 @@ def open_status_reporter(
             began_s=time.time(),
             receiver=receiver.address if receiver is not None else None,
         )
-    job = world.broadcast_object(job)
+    job = world.allgather_object(job)[0]
     if job is None:
         return None
     return StatusReporter(world, job, receiver, settings.live_folder, progress)

@@ -136,7 +136,8 @@ def test_a_caller_without_streams_or_home(caller: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     says = "print('out'); print('err', file=sys.stderr)\n"
     script.write_text(
-        f"{WORLD}{says}world.barrier()\nPath('{tmp_path}/' + str(world.rank)).touch()\nsys.exit(3)"
+        f"{WORLD}{says}world.allgather_object(None)\n"
+        f"Path('{tmp_path}/' + str(world.rank)).touch()\nsys.exit(3)"
     )
     command = ["sh", "-c", caller, "sh", sys.executable, "-m", "hvpipe", "run", "-np", "2", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -160,7 +161,7 @@ def test_an_import_error_before_hvpipe_ends_all_ranks(tmp_path: Path) -> None:
 def test_output_of_each_rank_in_files(ending: str, code: int, tmp_path: Path) -> None:
     script = (
         WORLD + "print('rank', world.rank, 'prints'); print('rank', world.rank, 'warns', file=sys.stderr)\n"
-        f"world.barrier()\nif last:\n  print('x' * 200_000, file=sys.stderr)\n  {ending}\n"
+        f"world.allgather_object(None)\nif last:\n  print('x' * 200_000, file=sys.stderr)\n  {ending}\n"
         f"time.sleep({60 if code else 0})"
     )
     logs = tmp_path / "new" / "logs"
@@ -179,7 +180,7 @@ def test_output_of_each_rank_in_files(ending: str, code: int, tmp_path: Path) ->
 )
 def test_a_signal_ends_all_ranks(number: signal.Signals, options: list[str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        WORLD + "Path(f'pid.{world.rank}').write_text(str(os.getpid()))\nworld.barrier()\n"
+        WORLD + "Path(f'pid.{world.rank}').write_text(str(os.getpid()))\nworld.allgather_object(None)\n"
         "Path(f'ready.{world.rank}').touch()\ntime.sleep(60)"
     )
     command = [sys.executable, "-m", "hvpipe", "run", "-np", "2", *options, "script.py"]

@@ -330,10 +330,10 @@ def sliced_on_any_rank(
     mine = [place for place, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
     names = [name_of(v) for v in variables]
     digest = hashlib.sha256(repr(names).encode()).hexdigest()
-    session.engine.agree(f"the first reduction of {len(gradients)} gradients")
-    everyone = session.world.allgather_object((mine, digest))
+    what = f"the first reduction of {len(gradients)} gradients"
+    everyone = session.engine.allgather_object((mine, digest), what)
     if len({digest for _, digest in everyone}) > 1:
-        _compare_names(session, session.world.allgather_object(names))
+        _compare_names(session, session.engine.allgather_object(names, what))
     places = {place for of_rank, _ in everyone for place in of_rank}
     return frozenset(identity(v) for place, v in enumerate(variables) if place in places)
 

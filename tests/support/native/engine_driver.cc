@@ -21,9 +21,7 @@
 #include "core/engine.h"
 #include "core/mpi_network.h"
 #include "core/socket_network.h"
-#include "named/mpi_links.h"
 #include "named/named_calls.h"
-#include "named/socket_links.h"
 
 namespace {
 
@@ -102,7 +100,7 @@ void RunNamed(hvpipe::named::NamedCalls& service, int offset) {
     hvpipe::named::Call call;
     call.request.kind = hvpipe::named::Kind::kAllreduce;
     call.request.name = std::to_string(offset) + "/" + std::to_string(i);
-    call.request.tensors = {{hvpipe::named::Type::kFloat32, {100}}};
+    call.request.tensors = {{hvpipe::DType::kFloat32, {100}}};
     call.inputs = {values.data()};
     call.allocate = [&sum](int, const hvpipe::named::Shape&) { return sum.data(); };
     (void)service.Run(std::move(call), NoInterrupt);
@@ -211,11 +209,7 @@ void Run(const hvpipe::EngineOptions& options, bool tcp, bool fails) {
   const auto owned = std::make_shared<Engine>(
       tcp ? hvpipe::OverSockets(mesh, {hosts, ""}) : hvpipe::OverMpi(MPI_COMM_WORLD), options);
   Engine& engine = *owned;
-  const auto service = std::make_shared<hvpipe::named::NamedCalls>(
-      tcp ? hvpipe::named::MakeSocketLinks(mesh, options.timeout_s)
-          : hvpipe::named::MakeMpiLinks(MPI_COMM_WORLD),
-      options.timeout_s);
-  service->WatchWith(owned, kStallS, "");
+  hvpipe::named::NamedCalls& service = engine.named_calls();
   std::atomic<bool> stop{false};
   std::thread sampler([&] {
     std::uint64_t seen = 0;
@@ -228,7 +222,7 @@ void Run(const hvpipe::EngineOptions& options, bool tcp, bool fails) {
   auto messages = std::async(std::launch::async, RunMessages, std::ref(engine));
   std::vector<std::future<void>> named;
   for (int offset = 0; offset < 3; ++offset) {
-    named.push_back(std::async(std::launch::async, [&service, offset] { RunNamed(*service, offset); }));
+    named.push_back(std::async(std::launch::async, [&service, offset] { RunNamed(service, offset); }));
   }
   std::string error;
   try {
@@ -239,9 +233,8 @@ void Run(const hvpipe::EngineOptions& options, bool tcp, bool fails) {
     engine.Fail(failure);  // ends the messages
   }
   if (messages.valid()) messages.wait();
-  for (auto& each : named) each.get();
-  service->Leave();
-  service->Stop();
+  for (auto& each : named) fails ? each.wait() : each.get();
+  service.Leave();
   if (!fails && engine.watchdog().report().empty() && engine.topology().rank == 0) {
     throw Error("the watchdog should have reported rank 1");
   }
