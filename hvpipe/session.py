@@ -23,7 +23,7 @@ from hvpipe.comm.flight_record import (
     keep_record,
     tell_recorder,
 )
-from hvpipe.comm.job_folder import abort_sign, tell_end, tell_joined
+from hvpipe.comm.job_folder import abort_marker, tell_end, tell_joined
 from hvpipe.comm.native import LeftToParent, import_native
 from hvpipe.comm.noted_exit import exit_call
 from hvpipe.comm.rank_gpu import may_have_gpu
@@ -300,8 +300,8 @@ class Session:
             self._named_calls = self.world.make_named_calls(self.settings)
             if self.engine.core is not None:
                 folder = self.settings.job_folder
-                sign = "" if folder is None else str(abort_sign(folder))
-                self._named_calls.watch_with(self.engine.core, self.settings.engine_stall_s, sign)
+                marker = "" if folder is None else str(abort_marker(folder))
+                self._named_calls.watch_with(self.engine.core, self.settings.engine_stall_s, marker)
             import_native().set_default_named_calls(self._named_calls)
         return self._named_calls
 

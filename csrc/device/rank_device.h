@@ -49,11 +49,11 @@ class RankDevice {
   RankDevice(const RankDevice&) = delete;
   RankDevice& operator=(const RankDevice&) = delete;
 
-  std::shared_ptr<Device> device;        // an abort of NCCL may outlive the rest
-  OwnedHandle stream;                    // of all collectives
-  OwnedHandle begun, ended;              // events of blocking calls, one of which runs at a time
-  StagingMemory staging;                 // of blocking calls
-  std::unique_ptr<NcclLibrary> library;  // null: not used
+  std::shared_ptr<Device> device;           // an abort of NCCL may outlive the rest
+  OwnedHandle stream;                       // of all collectives
+  OwnedHandle begun, ended;                 // events of blocking calls, one of which runs at a time
+  StagingMemory staging;                    // of blocking calls
+  std::unique_ptr<NcclLibrary> library;     // null: not used
   std::unique_ptr<NcclCommunicator> ranks;  // of all ranks; null: data goes through host memory
   bool nccl_memory = false;                 // all ranks register large buffers with NCCL
   std::string route;                        // description: by NCCL, or why not

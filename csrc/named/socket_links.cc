@@ -37,7 +37,7 @@ class Transfers {
 
   void Send(const void* data, std::size_t bytes, int place) {
     under_way_.push_back(
-        {mesh_.Send(data, bytes, RankAt(place), channel_, kTag, SocketMesh::Done::kSent), place});
+        {mesh_.Send(data, bytes, RankAt(place), channel_, kTag, SocketMesh::CompletesWhen::kSent), place});
   }
   void Receive(void* data, std::size_t bytes, int place) {
     under_way_.push_back({mesh_.Receive(data, bytes, RankAt(place), channel_, kTag), place});

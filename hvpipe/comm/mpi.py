@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.clock_offset import clock_offset_s
 from hvpipe.comm.discover import Launch, eager_bytes, fault_tolerance_asked, prepare_open_mpi
-from hvpipe.comm.job_folder import abort_sign
+from hvpipe.comm.job_folder import abort_marker
 from hvpipe.comm.limited_call import limited_call
 from hvpipe.comm.loss_watch import LossWatch, check_fault_tolerance, shrunk
 from hvpipe.comm.native import check_mpi, import_native
@@ -360,7 +360,7 @@ def _abort(mpi: ModuleType, code: int) -> None:
     folder = job_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
-            abort_sign(folder).touch()
+            abort_marker(folder).touch()
     # MPI may wait for a host that cannot be reached. SIGALRM ends a process, unless the program handles it.
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hvpipe.comm import horovod_variables
-from hvpipe.comm.job_folder import abort_sign
+from hvpipe.comm.job_folder import abort_marker
 from hvpipe.errors import HvpipeError
 from hvpipe.own_folder import is_own, why_not_own
 
@@ -111,7 +111,7 @@ class Settings:
             "trace": self.trace_path is not None,
             "stall_warn_s": self.engine_stall_s,
             "flight_path": self.flight_path,
-            "end_sign": "" if self.job_folder is None else str(abort_sign(self.job_folder)),
+            "abort_marker": "" if self.job_folder is None else str(abort_marker(self.job_folder)),
         }
 
 
