@@ -3,8 +3,8 @@
 It runs one_rank_driver.cc, then bench.gpu.check_worker with one rank, with two through the host, and with two
 by NCCL. Every result is compared with a float64 reference, on fresh random data, with poisoned outputs. Two
 ranks with NCCL also end while a sum is under way, and let one hang. Then NVML's figures are compared with
-nvidia-smi's, and compute-sanitizer looks at one rank. Each part has a time limit, and the others go on after a
-failure.
+nvidia-smi's, and compute-sanitizer looks at one rank. Each part has a time limit, and the others go on after
+a failure.
 
 It needs hvpipe, PyTorch and MPI; bench/README.md says how to install what is missing. On a machine with one
 GPU the ranks share it, which needs NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY); the check then starts MPS, so

@@ -135,7 +135,7 @@ def summarise(
 
 
 def summarise_trace(trace: Trace) -> Summary:
-    """Return the summary in the trace's metadata; without one, as of a simulated step, make it from the events.
+    """Return the summary in the trace's metadata; without one (a simulated step), make it from the events.
 
     Raises HvpipeError if the summary or the utilization curves are not numbers.
     """

@@ -27,7 +27,6 @@ from devices import (
 from hvpipe.comm.engine import Engine
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.buckets import Gradient, plan_buckets
-from hvpipe.session import current
 
 
 # One engine for all cases: with many ranks its start takes longer than a case.
