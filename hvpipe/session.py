@@ -26,10 +26,11 @@ from hvpipe.comm.flight_record import (
 from hvpipe.comm.job_folder import abort_marker, tell_end, tell_joined
 from hvpipe.comm.native import LeftToParent, import_native
 from hvpipe.comm.noted_exit import exit_call
+from hvpipe.comm.open import open_world
 from hvpipe.comm.rank_gpu import may_have_gpu
 from hvpipe.comm.settings import Settings, job_name, strange_job_folder
 from hvpipe.comm.settings import settings as read_settings
-from hvpipe.comm.world import World, open_world
+from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError, MismatchError, name_lost
 from hvpipe.log import logger, set_log_level
 from hvpipe.monitor.core_binding import log_placement
