@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hvpipe import moved
-
 __version__ = "0.1.0"
 
 # The module of each public name.
@@ -71,8 +69,6 @@ if TYPE_CHECKING:
     from hvpipe.session import shutdown as shutdown
     from hvpipe.session import size as size
     from hvpipe.session import trace_path as trace_path
-
-moved.install()
 
 
 def __getattr__(name: str) -> Any:

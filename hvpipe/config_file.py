@@ -8,10 +8,11 @@ import json
 import math
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvpipe.atomic_file import atomic_file
 from hvpipe.errors import HvpipeError
@@ -21,6 +22,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 MOST = 1e18
@@ -209,6 +213,39 @@ class Table:
 
     def _refuse(self, field: str, want: str, value: object) -> Any:
         raise HvpipeError(f"{self._prefix()}{field} should be {want}. Received: {field}={short(value)}")
+
+
+class Document(ABC):
+    """What a file holds, which its class writes and reads."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+
+    @staticmethod
+    @abstractmethod
+    def from_json(document: Mapping[str, Any] | Table) -> Any:
+        """Return what a JSON object of `to_json` describes."""
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file."""
+        write_document(path, self.to_json())
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a JSON file, or a TOML file if the name ends in .toml.
+
+        Args:
+            path: The file.
+
+        Returns:
+            What it holds.
+
+        Raises:
+            HvpipeError: If the file cannot be read or holds something else; the message names file and field.
+        """
+        found: Self = cls.from_json(read_document(path))
+        return found
 
 
 def read_document(path: str | os.PathLike[str]) -> Table:

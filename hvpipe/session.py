@@ -26,10 +26,11 @@ from hvpipe.comm.flight_record import (
 from hvpipe.comm.job_folder import tell_end, tell_joined
 from hvpipe.comm.native import LeftToParent, import_native
 from hvpipe.comm.noted_exit import exit_call
+from hvpipe.comm.open import open_world
 from hvpipe.comm.rank_gpu import may_have_gpu
 from hvpipe.comm.settings import Settings, job_name, strange_job_folder
 from hvpipe.comm.settings import settings as read_settings
-from hvpipe.comm.world import World, open_world
+from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError, MismatchError, name_lost
 from hvpipe.log import logger, set_log_level
 from hvpipe.monitor.core_binding import log_placement
@@ -70,7 +71,7 @@ _RANK_0_DECIDES = (
     *("trace_path", "utilization_path", "utilization_hz", "summary"),
     *("bucket_bytes", "table_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host"),
     "shared_memory",
-    *("nccl_library", "nccl_span", "gpus_may_be_shared"),
+    *("nccl_library", "gpus_may_be_shared"),
     *("verify_every", "nonfinite", "strict"),
     *("stall_warn_s", "stall_abort_s", "flight_folder"),
     *("elastic", "min_ranks", "lr_scaling"),

@@ -90,8 +90,8 @@ PLANNING = (
         "plan: a bucket has the priority of its last variable",
         *(
             "hvpipe/plan",
-            "priority=0 if in_turn else min(members)",
-            "priority=0 if in_turn else max(members)",
+            "priority=0 if ignores_priority else min(members)",
+            "priority=0 if ignores_priority else max(members)",
         ),
         ("tests/plan/test_buckets.py",),
     ),

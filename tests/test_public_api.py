@@ -8,6 +8,7 @@ and add a line to CHANGELOG.md.
 from __future__ import annotations
 
 import ast
+import builtins
 import difflib
 import importlib
 import re
@@ -116,11 +117,15 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def methods(node: ast.ClassDef) -> Iterator[Function]:
-    """Return a class's public methods and properties."""
-    for child in node.body:
-        if isinstance(child, Function) and not child.name.startswith("_"):
-            yield child
+def methods(entry: Public) -> list[Function]:
+    """Return a class's public methods and properties, with those of hvpipe's classes that it extends."""
+    assert isinstance(entry.node, ast.ClassDef)
+    found = {child.name: child for child in entry.node.body if isinstance(child, Function)}
+    for base in entry.node.bases:
+        if isinstance(base, ast.Name) and base.id != "ABC" and not hasattr(builtins, base.id):
+            for method in methods(Public(base.id, *find(entry.module, base.id))):
+                found.setdefault(method.name, method)
+    return [method for name, method in found.items() if not name.startswith("_")]
 
 
 def fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
@@ -152,7 +157,7 @@ def lines_of(entry: Public) -> Iterator[str]:
         init = constructor(node)
         yield f"class {entry.name}({bases})" + (f" = {signature(init, method=True)}" if init else "")
         yield from (f"    {ast.unparse(field)}" for field in fields(node))
-        for method in methods(node):
+        for method in methods(entry):
             if any(_name(decorator) == "property" for decorator in method.decorator_list):
                 returns = ast.unparse(method.returns) if method.returns else "Any"
                 yield f"    {method.name}: {returns}  (property)"
@@ -265,13 +270,13 @@ def gaps(entry: Public) -> list[str]:
     for child in node.body:
         if isinstance(child, Function) and child.name == "__post_init__":
             found += [f"Raises without {kind}" for kind in raised(child) if kind not in told]
-    for method in methods(node):
+    for method in methods(entry):
         words = ast.get_docstring(method) or ""
         found += [f"{method.name} does not say {kind}" for kind in raised(method) if kind not in words]
     if any(ast.unparse(base).startswith("keras.") for base in node.bases):
         return found  # inherited methods are documented on the Keras class
     return found + [
-        f"method {method.name} has no docstring" for method in methods(node) if not ast.get_docstring(method)
+        f"method {method.name} has no docstring" for method in methods(entry) if not ast.get_docstring(method)
     ]
 
 

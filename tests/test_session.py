@@ -38,7 +38,6 @@ OWN = {
     "HVPIPE_BUCKET_BYTES": "100",
     "HVPIPE_TABLE_BYTES": "100",
     "HVPIPE_NCCL_LIBRARY": "none",
-    "HVPIPE_NCCL_SPAN": "host",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
 }
 if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == "1":

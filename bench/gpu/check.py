@@ -1,10 +1,10 @@
 """Verify and measure hvpipe on this machine's GPU: `python -m bench.gpu.check`.
 
-It runs one_rank_driver.cc, then bench.gpu.check_worker with one rank, with two through the host, with two by
-NCCL, and with four as two hosts with NCCL inside each. Every result is compared with a float64 reference, on
-fresh random data, with poisoned outputs. Two ranks with NCCL also end while a sum is under way, and let one
-hang. Then NVML's figures are compared with nvidia-smi's, and compute-sanitizer looks at one rank. Each part
-has a time limit, and the others go on after a failure.
+It runs one_rank_driver.cc, then bench.gpu.check_worker with one rank, with two through the host, and with two
+by NCCL. Every result is compared with a float64 reference, on fresh random data, with poisoned outputs. Two
+ranks with NCCL also end while a sum is under way, and let one hang. Then NVML's figures are compared with
+nvidia-smi's, and compute-sanitizer looks at one rank. Each part has a time limit, and the others go on after
+a failure.
 
 It needs hvpipe, PyTorch and MPI; bench/README.md says how to install what is missing. On a machine with one
 GPU the ranks share it, which needs NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY); the check then starts MPS, so
@@ -151,10 +151,7 @@ def runs(devices: int, version: int, size: str) -> list[tuple[int, dict[str, str
     found = [(1, {}, size), (2, {**shared, "HVPIPE_NCCL_LIBRARY": "none"}, size)]
     if version < (SHARES_A_GPU if devices == 1 else 1):
         return found
-    found.append((2, shared, size))
-    if devices == 1 or devices >= 4:
-        found.append((4, {**shared, "HVPIPE_RANKS_PER_HOST": "2", "HVPIPE_NCCL_SPAN": "host"}, size))
-    return [*found, (2, shared, "leave"), (2, {**shared, **limits(HANGS_S)}, "hang")]
+    return [*found, (2, shared, size), (2, shared, "leave"), (2, {**shared, **limits(HANGS_S)}, "hang")]
 
 
 @contextlib.contextmanager

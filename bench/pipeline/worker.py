@@ -188,8 +188,10 @@ def _measured_plans(
 ) -> Iterator[MeasuredPlan]:
     """Gather what all ranks measured, and put the simulation and the bound beside it."""
     import hvpipe
-    from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
     from hvpipe.forecast.lower_bound import lower_bound_s
+    from hvpipe.forecast.pipeline import forecast
+    from hvpipe.forecast.plan_costs import costs_of, dataflow_of
+    from hvpipe.schedule.plan_schedule import schedule_of
 
     profile, cluster = question.profile, question.cluster
     of_ranks = hvpipe.allgather_object(step_s)

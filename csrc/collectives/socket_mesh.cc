@@ -91,11 +91,12 @@ void SocketMesh::CheckConnected(int peer) {
               ErrorKind::kPeer);
 }
 
-Ticket SocketMesh::Send(const void* data, std::size_t bytes, int peer, Channel channel, int tag, Done done) {
+Ticket SocketMesh::Send(const void* data, std::size_t bytes, int peer, Channel channel, int tag,
+                        CompletesWhen when) {
   const std::lock_guard<std::mutex> lock(mutex_);
   CheckConnected(peer);
   Connection& connection = At(peer);
-  const bool confirm = done == Done::kReceived;
+  const bool confirm = when == CompletesWhen::kReceived;
   const Header header{channel, bytes, tag, confirm ? Kind::kDataToConfirm : Kind::kData};
   const Ticket ticket = NewTicket();
   const bool waits = !connection.outgoing.empty();
@@ -491,11 +492,11 @@ void SocketMesh::LeaveToParent() {
 }
 
 SocketTransport::SocketTransport(SocketMesh& mesh, SocketMesh::Channel channel, std::vector<int> ranks,
-                                 SocketMesh::Done done)
+                                 SocketMesh::CompletesWhen when)
     : mesh_(mesh),
       channel_(channel),
       ranks_(std::move(ranks)),
       rank_(PlaceOf(mesh.rank(), ranks_)),
-      done_(done) {}
+      completes_when_(when) {}
 
 }  // namespace hvpipe

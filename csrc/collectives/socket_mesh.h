@@ -29,7 +29,7 @@ class SocketMesh {
   // Messages of other channels never match.
   using Channel = std::uint64_t;
   // When a send is done: the kernel has the data, or the receiver has.
-  enum class Done { kSent, kReceived };
+  enum class CompletesWhen { kSent, kReceived };
 
   explicit SocketMesh(const Sockets& sockets);
   ~SocketMesh();
@@ -43,7 +43,7 @@ class SocketMesh {
   Channel NewChannels();
 
   // See Transport.
-  Ticket Send(const void* data, std::size_t bytes, int peer, Channel channel, int tag, Done done);
+  Ticket Send(const void* data, std::size_t bytes, int peer, Channel channel, int tag, CompletesWhen when);
   Ticket Receive(void* data, std::size_t bytes, int peer, Channel channel, int tag);
   bool Test(Ticket ticket);
   bool Probe(int peer, Channel channel, int tag);
@@ -161,13 +161,13 @@ class SocketTransport : public Transport {
  public:
   // `ranks` ascend and include this rank.
   SocketTransport(SocketMesh& mesh, SocketMesh::Channel channel, std::vector<int> ranks,
-                  SocketMesh::Done done);
+                  SocketMesh::CompletesWhen when);
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(ranks_.size()); }
   int RankInJob(int peer) const override { return ranks_[static_cast<std::size_t>(peer)]; }
   Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override {
-    return mesh_.Send(data, bytes, RankInJob(peer), channel_, tag, done_);
+    return mesh_.Send(data, bytes, RankInJob(peer), channel_, tag, completes_when_);
   }
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override {
     return mesh_.Receive(data, bytes, RankInJob(peer), channel_, tag);
@@ -182,7 +182,7 @@ class SocketTransport : public Transport {
   const SocketMesh::Channel channel_;
   const std::vector<int> ranks_;
   const int rank_;
-  const SocketMesh::Done done_;
+  const SocketMesh::CompletesWhen completes_when_;
 };
 
 class SocketTextMessages : public TextMessages {

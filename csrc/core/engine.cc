@@ -69,7 +69,7 @@ void Engine::EndWithoutUpdate(const Error& error) const {
       "\nhvpipe: rank " + std::to_string(topology.rank) + " of " + std::to_string(topology.size) +
           " exits with code 1, because sums of gradients that its GPU waits for will not be complete. " +
           error.what() + "\n",
-      network_.options().end_sign);
+      network_.options().abort_marker);
 }
 
 // Frees nothing that MPI holds, unless Stop did: freeing is collective, but ranks destroy their engines at

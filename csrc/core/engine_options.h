@@ -17,9 +17,9 @@ struct EngineOptions {
   bool shared_memory = true;            // false: ranks of one host use the ring as well
   int ranks_per_host = 0;  // > 0: pretend that each group of this many ranks is a host (for tests)
   bool trace = false;
-  double stall_warn_s = 0;  // report a longer wait; 0: none
-  std::string flight_path;  // file of the flight recorder; "": in memory only
-  std::string end_sign;     // see EndProcess
+  double stall_warn_s = 0;   // report a longer wait; 0: none
+  std::string flight_path;   // file of the flight recorder; "": in memory only
+  std::string abort_marker;  // see EndProcess
 };
 
 }  // namespace hvpipe

@@ -12,10 +12,11 @@
 
 namespace hvpipe {
 
-void EndProcess(const std::string& message, const std::string& sign) {
+void EndProcess(const std::string& message, const std::string& abort_marker) {
   std::fputs(message.c_str(), stderr);
   std::fflush(stderr);
-  if (!sign.empty()) open(sign.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+  if (!abort_marker.empty())
+    open(abort_marker.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
   _exit(1);
 }
 
@@ -23,8 +24,10 @@ void FailAtExit() {
   on_exit([](int status, void*) { _exit(status == 0 ? 1 : status); }, nullptr);
 }
 
-ExitTimer::ExitTimer(double limit_s, std::string message, std::string sign)
-    : message_(std::move(message)), sign_(std::move(sign)), thread_([this, limit_s] { Wait(limit_s); }) {}
+ExitTimer::ExitTimer(double limit_s, std::string message, std::string abort_marker)
+    : message_(std::move(message)),
+      abort_marker_(std::move(abort_marker)),
+      thread_([this, limit_s] { Wait(limit_s); }) {}
 
 ExitTimer::~ExitTimer() {
   {
@@ -40,7 +43,7 @@ void ExitTimer::Wait(double limit_s) {
   const std::chrono::duration<double> limit(std::min(limit_s, kLongestS));
   std::unique_lock<std::mutex> lock(mutex_);
   if (wake_.wait_for(lock, limit, [this] { return stopped_; })) return;
-  EndProcess(message_, sign_);
+  EndProcess(message_, abort_marker_);
 }
 
 }  // namespace hvpipe

@@ -8,9 +8,10 @@
 
 namespace hvpipe {
 
-// Writes `message` to stderr, makes the file `sign` unless its name is empty, and ends the process with code
-// 1, without the handlers of exit, which would call MPI. By the sign, `hvpipe run` ends the other ranks.
-[[noreturn]] void EndProcess(const std::string& message, const std::string& sign);
+// Writes `message` to stderr, makes the file `abort_marker` unless its name is empty, and ends the process
+// with code 1, without the handlers of exit, which would call MPI. By this file, `hvpipe run` ends the other
+// ranks.
+[[noreturn]] void EndProcess(const std::string& message, const std::string& abort_marker);
 
 // Let this process end with its own exit code, or with 1 instead of 0, before handlers of exit that call MPI.
 // Only C learns the code of a program that raises SystemExit. The launcher then ends the other ranks.
@@ -20,7 +21,7 @@ void FailAtExit();
 class ExitTimer {
  public:
   // Calls EndProcess after `limit_s` seconds.
-  ExitTimer(double limit_s, std::string message, std::string sign);
+  ExitTimer(double limit_s, std::string message, std::string abort_marker);
   // Stops the timer.
   ~ExitTimer();
   ExitTimer(const ExitTimer&) = delete;
@@ -30,7 +31,7 @@ class ExitTimer {
   void Wait(double limit_s);
 
   const std::string message_;
-  const std::string sign_;
+  const std::string abort_marker_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopped_ = false;

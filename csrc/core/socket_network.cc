@@ -66,19 +66,20 @@ SocketNetwork::SocketNetwork(std::shared_ptr<SocketMesh> mesh, const HostPlan& p
     : Network(options, TopologyOf(mesh->rank(), plan.hosts), counters),
       mesh_(std::move(mesh)),
       channels_(mesh_->NewChannels()),
-      barrier_(*mesh_, channels_ + kBarrier, Everyone(topology_.size), SocketMesh::Done::kSent) {
-  const auto make = [&](Use use, std::vector<int> ranks, SocketMesh::Done done) {
-    return std::make_unique<SocketTransport>(*mesh_, channels_ + use, std::move(ranks), done);
+      barrier_(*mesh_, channels_ + kBarrier, Everyone(topology_.size), SocketMesh::CompletesWhen::kSent) {
+  const auto make = [&](Use use, std::vector<int> ranks, SocketMesh::CompletesWhen when) {
+    return std::make_unique<SocketTransport>(*mesh_, channels_ + use, std::move(ranks), when);
   };
   const std::vector<int> everyone = Everyone(topology_.size);
-  ring_ = make(kRing, everyone, SocketMesh::Done::kSent);
-  messages_ = make(kMessages, everyone, SocketMesh::Done::kReceived);
-  copies_ = make(kCopies, everyone, SocketMesh::Done::kReceived);
-  named_ = make(kNamed, everyone, SocketMesh::Done::kSent);
+  ring_ = make(kRing, everyone, SocketMesh::CompletesWhen::kSent);
+  messages_ = make(kMessages, everyone, SocketMesh::CompletesWhen::kReceived);
+  copies_ = make(kCopies, everyone, SocketMesh::CompletesWhen::kReceived);
+  named_ = make(kNamed, everyone, SocketMesh::CompletesWhen::kSent);
   texts_ = std::make_unique<SocketTextMessages>(*mesh_, channels_ + kTexts);
   requests_ = std::make_unique<SocketTextMessages>(*mesh_, channels_ + kRequests);
   if (plan.shared_file.empty() || topology_.hosts == topology_.size) return;
-  if (topology_.local_rank == 0) leaders_ = make(kRing, Leaders(plan.hosts), SocketMesh::Done::kSent);
+  if (topology_.local_rank == 0)
+    leaders_ = make(kRing, Leaders(plan.hosts), SocketMesh::CompletesWhen::kSent);
   const SharedWindow::Options window = WindowOptions(options.slot_bytes);
   const std::size_t bytes = SharedWindow::Bytes(window);
   const auto map = [&](std::size_t number) {
@@ -101,7 +102,8 @@ std::unique_ptr<Transport> SocketNetwork::MakeGroup(const std::vector<int>& rank
   grouped_.push_back(ranks);
   const SocketMesh::Channel number =
       kFirstGroup + Hash(name) % ((SocketMesh::Channel{1} << 32) - kFirstGroup);
-  return std::make_unique<SocketTransport>(*mesh_, channels_ + number, ranks, SocketMesh::Done::kSent);
+  return std::make_unique<SocketTransport>(*mesh_, channels_ + number, ranks,
+                                           SocketMesh::CompletesWhen::kSent);
 }
 
 // The mesh may still write into a barrier for which a rank did not come.

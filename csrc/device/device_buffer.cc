@@ -60,8 +60,7 @@ DeviceBuffer::DeviceBuffer(RankDevice& rank_device, std::size_t count, DType dty
   data_ = nccl_memory_ ? OwnedNcclMemory(rank_device, bytes_) : OwnedDeviceMemory(device, bytes_, [&] {
     return OutOfGradientMemory(device, bytes_, kPurpose);
   });
-  const std::size_t shares = SharesOf(rank_device);
-  if (!rank_device.nccl_connects_all()) host_ = OwnedHostMemory(device, (bytes_ + shares - 1) / shares);
+  if (!rank_device.nccl_connects_all()) host_ = OwnedHostMemory(device, bytes_);
   filled_ = OwnedEvent(device);
   moved_ = OwnedEvent(device);
   read_ = OwnedEvent(device);

@@ -10,8 +10,7 @@
 
 namespace hvpipe {
 
-// Device memory, plus host memory for what passes through the host: nothing if NCCL connects all ranks, the
-// share of this rank if NCCL connects the ranks of a host, everything without NCCL.
+// Device memory, plus as much host memory unless NCCL connects the ranks.
 //
 // Threads: Submit and Unpack enqueue work on the data; Register and Deregister are for the driving thread.
 class DeviceBuffer {

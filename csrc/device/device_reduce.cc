@@ -33,13 +33,10 @@ void DeviceReducer::AddNcclLaunch(Operation& operation, Device::Event begun, Enq
                      &device_.order);
 }
 
-void DeviceReducer::AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call,
-                            Enqueue after) {
+void DeviceReducer::AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call) {
+  Device* const device = device_.device.get();
   AddNcclLaunch(operation, begun, std::move(call),
-                [device = device_.device.get(), ended, after = std::move(after)](Device::Stream stream) {
-                  if (after) after(stream);
-                  device->Record(ended, stream);
-                });
+                [=](Device::Stream stream) { device->Record(ended, stream); });
   AddArrival(operation, *device_.device, device_.ranks.get(), ended);
 }
 
@@ -76,12 +73,6 @@ void DeviceReducer::AddAllReduce(Operation& operation, const DeviceReduce& reduc
   });
 }
 
-DeviceReducer::Share DeviceReducer::ShareOf(const DeviceReduce& reduce) const {
-  const NcclCommunicator& ranks = *device_.ranks;
-  return {ranks.ShareOfRank(reduce.out, reduce.count, reduce.dtype),
-          reduce.count / static_cast<std::size_t>(ranks.size())};
-}
-
 void DeviceReducer::AddScatter(Operation& operation, const DeviceReduce& reduce) {
   RankDevice* const device = &device_;
   const auto scatter = [=](Device::Stream stream) {
@@ -89,26 +80,14 @@ void DeviceReducer::AddScatter(Operation& operation, const DeviceReduce& reduce)
     device->ranks->ReduceScatter(reduce.out, reduce.count, reduce.dtype, stream);
   };
   // The gather comes behind it on the same stream.
-  if (device->nccl_connects_all()) return AddNcclLaunch(operation, reduce.begun, scatter, [](auto) {});
-  const Share share = ShareOf(reduce);
-  const std::size_t bytes = share.count * SizeOf(reduce.dtype);
-  AddNccl(operation, reduce.begun, reduce.ended, scatter,
-          [=](Device::Stream stream) { device->device->CopyToHost(reduce.host, share.data, bytes, stream); });
-  operation.AddStage([=, &route = route_](const Operation&) {
-    return route.MakeRing(*device->rail, reduce.host, share.count, reduce.dtype, reduce.tag);
-  });
+  AddNcclLaunch(operation, reduce.begun, scatter, [](auto) {});
 }
 
 void DeviceReducer::AddGather(Operation& operation, const DeviceReduce& reduce, Device::Event ended) {
-  const Share share = ShareOf(reduce);
-  const std::size_t bytes = share.count * SizeOf(reduce.dtype);
   RankDevice* const device = &device_;
   AddNcclLaunch(
       operation, reduce.begun,
       [=](Device::Stream stream) {
-        if (!device->nccl_connects_all()) {
-          device->device->CopyFromHost(share.data, reduce.host, bytes, stream);
-        }
         device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);
       },
       [=](Device::Stream stream) {

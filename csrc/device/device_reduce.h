@@ -1,4 +1,4 @@
-// The stages of collectives of device memory: by NCCL, through host memory, or both.
+// The stages of collectives of device memory: by NCCL, or through host memory.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace hvpipe {
 struct DeviceReduce {
   const void* in;
   void* out;
-  void* host;  // memory for it on the host; unused if NCCL connects all ranks
+  void* host;  // memory for it on the host; unused by NCCL
   std::size_t count;
   DType dtype;
   Device::Event begun, ended;
@@ -35,9 +35,6 @@ DeviceReduce ReduceOf(DeviceBuffer& buffer, DType dtype, int tag);
 //                    scatter      NCCL's reduce-scatter
 //                    gather       NCCL's all-gather
 //   nothing          all-reduce   copy to the host | arrival | the stages of AllReduceRoute | copy back | arrival
-//   ranks of a host  scatter      NCCL's reduce-scatter, copy this rank's share to the host | arrival |
-//                                 ring of the ranks with this share
-//                    gather       copy the share back, NCCL's all-gather
 // clang-format on
 //
 // Buckets are scattered and gathered, so that the gathers can have another order (DeAR: Zhang et al., ICDCS
@@ -50,7 +47,7 @@ class DeviceReducer {
   DeviceReducer(RankDevice& device, AllReduceRoute& route) : device_(device), route_(route) {}
 
   // Whether the all-reduce of a bucket consists of a scatter and a gather.
-  bool scatters() const { return device_.ranks != nullptr; }
+  bool scatters() const { return device_.nccl_connects_all(); }
   void AddAllReduce(Operation& operation, const DeviceReduce& reduce);
   void AddScatter(Operation& operation, const DeviceReduce& reduce);
   // The operation ends when the gather was handed to the device; `ended` will then be reached.
@@ -60,20 +57,12 @@ class DeviceReducer {
   // order on all ranks.
   void AddNcclLaunch(Operation& operation, Device::Event begun, Enqueue call, Enqueue after);
   // The same, and a stage that waits until the device has run it.
-  void AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call,
-               Enqueue after = nullptr);
+  void AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call);
   // Add stages that run `copy`.
   void AddCopy(Operation& operation, Device::Stream stream, Device::Event begun, Device::Event ended,
                Enqueue copy);
 
  private:
-  // What NCCL scatters to this rank: its address, and the number of elements, equal on all ranks.
-  struct Share {
-    char* data;
-    std::size_t count;
-  };
-  Share ShareOf(const DeviceReduce& reduce) const;
-
   RankDevice& device_;
   AllReduceRoute& route_;
 };

@@ -22,11 +22,11 @@ MessageOptions OptionsFor(int member, const GroupReduce& reduce) {
   return options;
 }
 
-// The word of another rank of the group, which says in errors what this rank waits for.
-class Word : public MessageReceive {
+// A signal of another rank of the group, which says in errors what this rank waits for.
+class ReadySignal : public MessageReceive {
  public:
-  Word(Transport& members, Counters& counters, void* data, std::size_t bytes, const MessageOptions& options,
-       const char* awaited, double grace_s)
+  ReadySignal(Transport& members, Counters& counters, void* data, std::size_t bytes,
+              const MessageOptions& options, const char* awaited, double grace_s)
       : MessageReceive(members, counters, data, bytes, options),
         waiting_("rank " + std::to_string(members.RankInJob(options.peer)) + " " + awaited),
         grace_s_(grace_s) {}
@@ -109,26 +109,26 @@ void GroupReducer::AddTurn(Operation& operation, const std::shared_ptr<GroupRedu
   operation.AddStage(
       [=](const Operation&) {
         reduce->copied_from.reset();
-        std::vector<std::unique_ptr<Collective>> words;
+        std::vector<std::unique_ptr<Collective>> signals;
         if (member > 0) {
-          words.push_back(std::make_unique<MessageSend>(*members, *counters, &reduce->mine,
-                                                        sizeof reduce->mine, OptionsFor(0, *reduce)));
+          signals.push_back(std::make_unique<MessageSend>(*members, *counters, &reduce->mine,
+                                                          sizeof reduce->mine, OptionsFor(0, *reduce)));
         } else {
           reduce->others.resize(static_cast<std::size_t>(members->size() - 1));
           for (int other = 1; other < members->size(); ++other) {
-            words.push_back(std::make_unique<Word>(
+            signals.push_back(std::make_unique<ReadySignal>(
                 *members, *counters, &reduce->others[static_cast<std::size_t>(other - 1)],
                 sizeof reduce->mine, OptionsFor(other, *reduce), "to have its part of the sum", 0.0));
           }
         }
-        return std::make_unique<ConcurrentCollectives>(std::move(words));
+        return std::make_unique<ConcurrentCollectives>(std::move(signals));
       },
       order);
   if (member > 0) {
     operation.AddStage(
         [=](const Operation&) {
-          return std::make_unique<Word>(*members, *counters, &reduce->id, sizeof reduce->id,
-                                        OptionsFor(member - 1, *reduce), "to begin the sum", kGraceS);
+          return std::make_unique<ReadySignal>(*members, *counters, &reduce->id, sizeof reduce->id,
+                                               OptionsFor(member - 1, *reduce), "to begin the sum", kGraceS);
         },
         order);
   }

@@ -159,10 +159,10 @@ class NcclCommunicator {
   // ranks may close them in another order.
   void BeginClose();
   void Close(double timeout_s);
-  // Where this rank's share of such a buffer begins.
-  char* ShareOfRank(void* buffer, std::size_t count, DType dtype) const;
 
  private:
+  // Where this rank's share of a scattered buffer begins.
+  char* ShareOfRank(void* buffer, std::size_t count, DType dtype) const;
   nccl::Communicator Usable() const;
   void EndOnThread(int (*end)(nccl::Communicator)) noexcept;
 

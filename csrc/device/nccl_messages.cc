@@ -65,7 +65,7 @@ bool LaunchMessage(RankDevice& device, PeerChannel& channel, DeviceMessage& mess
 
 }  // namespace
 
-// Receivers' words have a transport of their own: the receiver may send a message with the same tag.
+// Receivers' signals have a transport of their own: the receiver may send a message with the same tag.
 Transport& NcclMessages::Hears(const DeviceMessage& message) const {
   return message.sends ? *device_.ready_signals : network_.messages();
 }

@@ -1,11 +1,10 @@
-// Checks that each rank has its own device, and makes NCCL communicators of all ranks or of those of a host.
+// Checks that each rank has its own device, and makes the NCCL communicator of all ranks.
 #include "device/nccl_setup.h"
 
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -22,13 +21,6 @@ const char* const kFirstSums = "first sums of NCCL";
 
 // NCCL chooses its algorithm by size, and allocates for each when it first uses it.
 constexpr std::size_t kSmallBytes = 1 << 10, kLargeBytes = 16 << 20;
-
-// What a rank tells the others before NCCL connects them.
-struct NcclOffer {
-  int version;  // of its NCCL; 0: none
-  NcclSpan span;
-  int first_on_host;
-};
 
 // Why an attempt failed on a rank, with its host.
 using Reason = std::array<char, 1024>;
@@ -51,22 +43,6 @@ struct DeviceOwner {
 // NCCL's memory comes in units of 2 MiB, or of 512 MiB if NVSwitches add up (multicast). A bucket would take
 // one unit.
 constexpr std::size_t kLargestUnitBytes = 2 << 20;
-
-// The rank with this local rank on each host, in ascending order. Empty unless every host has `local_size`
-// ranks.
-std::vector<int> RailOf(const std::vector<NcclOffer>& all, std::size_t local_rank, std::size_t local_size) {
-  std::map<int, std::vector<int>> hosts;
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    hosts[all[rank].first_on_host].push_back(static_cast<int>(rank));
-  }
-  std::vector<int> rail;
-  for (const auto& [first, ranks] : hosts) {
-    if (ranks.size() != local_size) return {};
-    rail.push_back(ranks[local_rank]);
-  }
-  std::sort(rail.begin(), rail.end());
-  return rail;
-}
 
 // The place ends with a zero.
 template <typename Place>
@@ -166,7 +142,7 @@ std::unique_ptr<RankDevice> NcclSetup::Connect() {
   if (device_->messages_by_nccl()) {
     std::vector<int> all(static_cast<std::size_t>(topology_.size));
     std::iota(all.begin(), all.end(), 0);
-    device_->ready_signals = &AddTransport(all);
+    device_->ready_signals = &network_.TransportOf(messenger_.AddGroup(all, interrupt_));
   }
   calls_.Agree("choice of devices", 0, interrupt_);
   return std::move(device_);
@@ -177,32 +153,22 @@ void NcclSetup::GoThroughHost(const std::string& why) {
   device_->route = "through the host: " + why;
 }
 
-Transport& NcclSetup::AddTransport(const std::vector<int>& ranks) {
-  return network_.TransportOf(messenger_.AddGroup(ranks, interrupt_));
-}
-
 // Connects all ranks or none. A rank throws only after every rank has heard whether NCCL can be used.
 void NcclSetup::ConnectByNccl() {
   const auto failure =
       Together("choice of NCCL", [this] { device_->library = std::make_unique<NcclLibrary>(options_.nccl); });
   if (failure) return GoThroughHost(*failure);
-  const NcclOffer mine{device_->library->version(), options_.span, topology_.first_on_host};
-  const std::vector<NcclOffer> all = OfAllRanks(mine, "versions of NCCL");
-  const bool same = std::all_of(all.begin(), all.end(), [&](const NcclOffer& other) {
-    return other.version == mine.version && other.span == mine.span;
-  });
-  if (!same) return GoThroughHost("the ranks have different versions of NCCL or another HVPIPE_NCCL_SPAN");
+  const int mine = device_->library->version();
+  const std::vector<int> all = OfAllRanks(mine, "versions of NCCL");
+  const bool same = std::all_of(all.begin(), all.end(), [&](int other) { return other == mine; });
+  if (!same) return GoThroughHost("the ranks have different versions of NCCL");
   if (!options_.may_share && !HaveOwnBoards()) {
     return GoThroughHost("NCCL does not join parts of one GPU (MIG)");
   }
-  if (options_.span == NcclSpan::kHost && topology_.hosts > 1) {
-    ConnectInsideHosts(RailOf(all, static_cast<std::size_t>(topology_.local_rank),
-                              static_cast<std::size_t>(topology_.local_size)));
-  } else if (MakeCommunicator({topology_.rank, topology_.size, 0})) {
-    device_->route = "by NCCL " + device_->library->VersionText();
-    if (!device_->messages_by_nccl()) {
-      device_->route += "; a pipeline's tensors through the host, because they need NCCL 2.27 or later";
-    }
+  if (!MakeCommunicator()) return;
+  device_->route = "by NCCL " + device_->library->VersionText();
+  if (!device_->messages_by_nccl()) {
+    device_->route += "; a pipeline's tensors through the host, because they need NCCL 2.27 or later";
   }
 }
 
@@ -231,39 +197,21 @@ bool NcclSetup::HaveOwnBoards() {
   return own_boards;
 }
 
-// NCCL inside each host, MPI between hosts. `rail` comes from RailOf.
-void NcclSetup::ConnectInsideHosts(const std::vector<int>& rail) {
-  if (rail.empty()) {
-    device_->route =
-        "through the host: NCCL stays inside hosts (HVPIPE_NCCL_SPAN=host) only where all have the same "
-        "number of ranks. Received: " +
-        std::to_string(topology_.size) + " ranks on " + std::to_string(topology_.hosts) + " hosts";
-  } else if (topology_.local_size == 1) {
-    device_->route =
-        "through the host: NCCL is to stay inside hosts (HVPIPE_NCCL_SPAN=host), and each has one rank";
-  } else if (MakeCommunicator({topology_.local_rank, topology_.local_size, topology_.first_on_host})) {
-    device_->rail = &AddTransport(rail);
-    device_->route =
-        "by NCCL " + device_->library->VersionText() + " inside hosts, through the host and MPI between them";
-  }
-}
-
-// All ranks call this, whichever communicator each of them will be in.
-bool NcclSetup::MakeCommunicator(const NcclPlace& place) {
+bool NcclSetup::MakeCommunicator() {
   nccl::UniqueId mine{};
-  auto failure = Together("NCCL's addresses", [&] {
+  auto failure = Together("NCCL's address", [&] {
     const CurrentDevice current(*device_->device);
-    if (topology_.rank == place.first) mine = device_->library->NewId();
+    if (topology_.rank == 0) mine = device_->library->NewId();
   });
   if (!failure) {
-    const std::vector<nccl::UniqueId> all = OfAllRanks(mine, "NCCL's addresses");
-    failure = Together(kStart, [&] { Join(place, all[static_cast<std::size_t>(place.first)]); });
+    const std::vector<nccl::UniqueId> all = OfAllRanks(mine, "NCCL's address");
+    failure = Together(kStart, [&] { Join(all.front()); });
   }
   if (!failure) {
     AgreeOnNcclMemory();
     failure = Together(kFirstSums, [&] {
-      WarmUp(kSmallBytes, place.size < topology_.size);
-      WarmUp(kLargeBytes, place.size < topology_.size);
+      WarmUp(kSmallBytes);
+      WarmUp(kLargeBytes);
     });
   }
   if (!failure) return true;
@@ -275,17 +223,17 @@ bool NcclSetup::MakeCommunicator(const NcclPlace& place) {
   return false;
 }
 
-void NcclSetup::Join(const NcclPlace& place, const nccl::UniqueId& id) {
+void NcclSetup::Join(const nccl::UniqueId& id) {
   const CurrentDevice current(*device_->device);
-  device_->ranks =
-      std::make_unique<NcclCommunicator>(*device_->library, device_->device, place.rank, place.size, id);
-  device_->ranks->WaitUntilReady(timeout_s_, "joining " + std::to_string(place.size) + " ranks",
+  device_->ranks = std::make_unique<NcclCommunicator>(*device_->library, device_->device, topology_.rank,
+                                                      topology_.size, id);
+  device_->ranks->WaitUntilReady(timeout_s_, "joining " + std::to_string(topology_.size) + " ranks",
                                  [this] { Interrupted(kStart); });
 }
 
 // Call each collective that buckets and blocking calls will use. Later TensorFlow may hold all memory, which
 // NCCL needs for its first collectives.
-void NcclSetup::WarmUp(std::size_t bytes, bool inside_hosts) {
+void NcclSetup::WarmUp(std::size_t bytes) {
   NcclCommunicator& ranks = *device_->ranks;
   const CurrentDevice current(*device_->device);
   const auto shares = static_cast<std::size_t>(ranks.size());
@@ -303,10 +251,8 @@ void NcclSetup::WarmUp(std::size_t bytes, bool inside_hosts) {
     buffer->Register();
     run([&](Device::Stream on) { ranks.ReduceScatter(data, count, DType::kFloat32, on); });
     run([&](Device::Stream on) { ranks.AllGather(data, count, DType::kFloat32, on); });
-    if (!inside_hosts) {
-      run([&](Device::Stream on) { ranks.AllReduce(data, data, count, DType::kFloat32, on); });
-      run([&](Device::Stream on) { ranks.Broadcast(data, count * sizeof(float), 0, on); });
-    }
+    run([&](Device::Stream on) { ranks.AllReduce(data, data, count, DType::kFloat32, on); });
+    run([&](Device::Stream on) { ranks.Broadcast(data, count * sizeof(float), 0, on); });
     buffer->Deregister();
   } catch (...) {
     (void)buffer.release();  // the device may still use it

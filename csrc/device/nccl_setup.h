@@ -32,12 +32,6 @@ class NcclSetup {
   std::unique_ptr<RankDevice> Connect();
 
  private:
-  // This rank's place in an NCCL communicator, and the rank that creates its address.
-  struct NcclPlace {
-    int rank, size;
-    int first;
-  };
-
   // Try something on this rank, and hear how it went on all ranks. Returns why it failed on the first rank
   // where it did, the same on all ranks: "rank 1 on HOST: why". Sets own_.
   std::optional<std::string> Together(const std::string& what, const std::function<void()>& attempt);
@@ -47,18 +41,15 @@ class NcclSetup {
   std::vector<Value> OfAllRanks(const Value& mine, const std::string& what);
   void ConnectByNccl();
   bool HaveOwnBoards();
-  void ConnectInsideHosts(const std::vector<int>& rail);
   // Returns whether it could be made; otherwise data goes through the host.
-  bool MakeCommunicator(const NcclPlace& place);
-  void Join(const NcclPlace& place, const nccl::UniqueId& id);
-  // `inside_hosts`: the communicator is for scattering and gathering inside a host.
-  void WarmUp(std::size_t bytes, bool inside_hosts);
+  bool MakeCommunicator();
+  void Join(const nccl::UniqueId& id);
+  void WarmUp(std::size_t bytes);
   // Throw if the user or another rank's failure ends a wait for NCCL in `what`.
   void Interrupted(const char* what);
   void GoThroughHost(const std::string& why);
   void AgreeOnNcclMemory();
   bool CanRegisterMemory();
-  Transport& AddTransport(const std::vector<int>& ranks);
 
   const DeviceOptions& options_;
   const Network& network_;

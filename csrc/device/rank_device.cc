@@ -24,8 +24,7 @@ RankDevice::RankDevice(const DeviceOptions& options)
       host_pool([this](std::size_t bytes) { return OwnedHostMemory(*device, bytes); }) {}
 
 std::uint64_t RankDevice::Signature() const {
-  if (!ranks) return Hash("device memory through the host");
-  return Hash(nccl_connects_all() ? "device memory by NCCL" : "device memory by NCCL inside hosts");
+  return Hash(nccl_connects_all() ? "device memory by NCCL" : "device memory through the host");
 }
 
 void RankDevice::CheckFreeMemory(std::size_t bytes, const std::string& purpose) const {

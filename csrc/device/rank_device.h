@@ -17,9 +17,6 @@
 
 namespace hvpipe {
 
-// Which ranks NCCL connects: all of them, or those of each host. In the second case MPI connects the hosts.
-enum class NcclSpan { kWorld, kHost };
-
 struct DeviceOptions {
   std::string library;         // the library that implements the device
   int ordinal = 0;             // among the devices that this process sees
@@ -27,7 +24,6 @@ struct DeviceOptions {
   bool nccl_required = false;  // throw if NCCL cannot be used, instead of going through host memory
   std::string refusal;         // why this rank has no device; empty: it tries to open one
   bool may_share = false;      // NCCL is set up to let several ranks use one device
-  NcclSpan span = NcclSpan::kWorld;
 };
 
 // An NCCL communicator of this rank and some others. Driving thread only.
@@ -53,19 +49,16 @@ class RankDevice {
   RankDevice(const RankDevice&) = delete;
   RankDevice& operator=(const RankDevice&) = delete;
 
-  std::shared_ptr<Device> device;        // an abort of NCCL may outlive the rest
-  OwnedHandle stream;                    // of all collectives
-  OwnedHandle begun, ended;              // events of blocking calls, one of which runs at a time
-  StagingMemory staging;                 // of blocking calls
-  std::unique_ptr<NcclLibrary> library;  // null: not used
-  std::unique_ptr<NcclCommunicator>
-      ranks;                 // of all ranks, or of this host's; null: data goes through host memory
-  bool nccl_memory = false;  // all ranks register large buffers with NCCL
-  // If `ranks` are those of a host: connects the ranks with this local rank on all hosts.
-  Transport* rail = nullptr;
-  std::string route;    // description: by NCCL, or why not
-  OrderQueue order;     // all ranks hand collectives to the device in this order
-  OrderQueue arrivals;  // gathers end in this order, so only the first one is asked for
+  std::shared_ptr<Device> device;           // an abort of NCCL may outlive the rest
+  OwnedHandle stream;                       // of all collectives
+  OwnedHandle begun, ended;                 // events of blocking calls, one of which runs at a time
+  StagingMemory staging;                    // of blocking calls
+  std::unique_ptr<NcclLibrary> library;     // null: not used
+  std::unique_ptr<NcclCommunicator> ranks;  // of all ranks; null: data goes through host memory
+  bool nccl_memory = false;                 // all ranks register large buffers with NCCL
+  std::string route;                        // description: by NCCL, or why not
+  OrderQueue order;                         // all ranks hand collectives to the device in this order
+  OrderQueue arrivals;                      // gathers end in this order, so only the first one is asked for
 
   // Messages have streams of their own, so that collectives do not delay them, nor downloads delay uploads.
   // All uploads share one.
@@ -73,7 +66,7 @@ class RankDevice {
   MemoryPool device_pool, host_pool;
   Transport* ready_signals = nullptr;  // from receivers to senders; null unless NCCL carries messages
 
-  bool nccl_connects_all() const { return ranks != nullptr && rail == nullptr; }
+  bool nccl_connects_all() const { return ranks != nullptr; }
   // Whether NCCL carries messages and sums of groups, which need communicators beside that of all ranks.
   bool messages_by_nccl() const {
     return nccl_connects_all() && library->version() >= nccl::kOldestWithSeveral;

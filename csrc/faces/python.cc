@@ -52,7 +52,7 @@ namespace {
 // The options that do not depend on what connects the ranks.
 EngineOptions OptionsOf(double timeout_s, double first_step_timeout_s, std::size_t segment_bytes,
                         int messages_in_flight, std::size_t slot_bytes, bool trace, double stall_warn_s,
-                        const std::string& flight_path, const std::string& end_sign) {
+                        const std::string& flight_path, const std::string& abort_marker) {
   EngineOptions options;
   options.timeout_s = timeout_s;
   options.first_steps_timeout_s = first_step_timeout_s;
@@ -63,7 +63,7 @@ EngineOptions OptionsOf(double timeout_s, double first_step_timeout_s, std::size
   options.trace = trace;
   options.stall_warn_s = stall_warn_s;
   options.flight_path = flight_path;
-  options.end_sign = end_sign;
+  options.abort_marker = abort_marker;
   return options;
 }
 
@@ -71,9 +71,9 @@ EngineOptions OptionsOf(double timeout_s, double first_step_timeout_s, std::size
 std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, double first_step_timeout_s,
                                    std::size_t segment_bytes, int messages_in_flight, std::size_t slot_bytes,
                                    bool shared_memory, int ranks_per_host, bool trace, double stall_warn_s,
-                                   const std::string& flight_path, const std::string& end_sign) {
+                                   const std::string& flight_path, const std::string& abort_marker) {
   EngineOptions options = OptionsOf(timeout_s, first_step_timeout_s, segment_bytes, messages_in_flight,
-                                    slot_bytes, trace, stall_warn_s, flight_path, end_sign);
+                                    slot_bytes, trace, stall_warn_s, flight_path, abort_marker);
   options.shared_memory = shared_memory;
   options.ranks_per_host = ranks_per_host;
   const nb::gil_scoped_release release;
@@ -86,9 +86,9 @@ std::shared_ptr<Engine> MakeEngineOverSockets(std::shared_ptr<SocketMesh> mesh, 
                                               double first_step_timeout_s, std::size_t segment_bytes,
                                               int messages_in_flight, std::size_t slot_bytes, bool trace,
                                               double stall_warn_s, const std::string& flight_path,
-                                              const std::string& end_sign) {
+                                              const std::string& abort_marker) {
   const EngineOptions options = OptionsOf(timeout_s, first_step_timeout_s, segment_bytes, messages_in_flight,
-                                          slot_bytes, trace, stall_warn_s, flight_path, end_sign);
+                                          slot_bytes, trace, stall_warn_s, flight_path, abort_marker);
   const nb::gil_scoped_release release;
   return std::make_shared<Engine>(OverSockets(std::move(mesh), {hosts, shared_file}), options);
 }
@@ -150,12 +150,12 @@ void BindEngine(EngineClass& engine) {
                   nb::arg("first_step_timeout_s") = 0.0, nb::arg("segment_bytes"),
                   nb::arg("messages_in_flight"), nb::arg("slot_bytes"), nb::arg("shared_memory"),
                   nb::arg("ranks_per_host"), nb::arg("trace"), nb::arg("stall_warn_s") = 0.0,
-                  nb::arg("flight_path") = "", nb::arg("end_sign") = "")
+                  nb::arg("flight_path") = "", nb::arg("abort_marker") = "")
       .def_static("create_over_sockets", &MakeEngineOverSockets, nb::arg("mesh"), nb::kw_only(),
                   nb::arg("hosts"), nb::arg("shared_file"), nb::arg("timeout_s"),
                   nb::arg("first_step_timeout_s") = 0.0, nb::arg("segment_bytes"),
                   nb::arg("messages_in_flight"), nb::arg("slot_bytes"), nb::arg("trace"),
-                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "", nb::arg("end_sign") = "")
+                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "", nb::arg("abort_marker") = "")
       .def(
           "fail",
           [](Engine& self, const std::string& message) {
@@ -225,6 +225,6 @@ NB_MODULE(_engine, m) {
       nb::arg("signal"), nb::arg("limit_ms"));
   nb::class_<hvpipe::ExitTimer>(m, "ExitTimer")
       .def(nb::init<double, std::string, std::string>(), nb::arg("limit_s"), nb::arg("message"),
-           nb::arg("sign"));
+           nb::arg("abort_marker"));
   m.def("count_devices", &hvpipe::CountDevices, nb::arg("library"));
 }

@@ -61,14 +61,10 @@ void AllReduceInPlace(Engine& engine, const nb::object& array, const std::string
 
 std::pair<bool, std::string> UseDevice(Engine& engine, const std::string& library, int ordinal,
                                        const std::string& nccl, bool nccl_required, bool may_share,
-                                       const std::string& nccl_span, const std::string& refusal) {
-  if (nccl_span != "world" && nccl_span != "host") {
-    throw Error("nccl_span should be world or host. Received: nccl_span=" + nccl_span, ErrorKind::kUsage);
-  }
-  const auto span = nccl_span == "host" ? NcclSpan::kHost : NcclSpan::kWorld;
+                                       const std::string& refusal) {
   const nb::gil_scoped_release release;
   const auto [opened, text] =
-      engine.UseDevice({library, ordinal, nccl, nccl_required, refusal, may_share, span}, CheckSignals);
+      engine.UseDevice({library, ordinal, nccl, nccl_required, refusal, may_share}, CheckSignals);
   return {opened, text};
 }
 
@@ -137,7 +133,7 @@ void BindCollectives(EngineClass& engine) {
       .def("agree_patiently", &AgreePatiently, nb::arg("what"), nb::arg("limit_s"), nb::arg("late_s"),
            nb::arg("late"), nb::arg("shown") = "")
       .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
-           nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"), nb::arg("refusal"))
+           nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("refusal"))
       .def_prop_ro("nccl_connects_all", [](const Engine& self) { return self.device().nccl_connects_all(); })
       .def_prop_ro("messages_by_nccl", [](const Engine& self) { return self.device().messages_by_nccl(); })
       .def("all_reduce_device", &AllReduceDevice, nb::arg("address"), nb::arg("out"), nb::arg("bytes"),

@@ -15,8 +15,9 @@ from types import TracebackType
 from hvpipe.comm.flight_record import tell_recorder
 from hvpipe.comm.job_folder import launcher_prints, tell_error
 from hvpipe.comm.noted_exit import note_exits
+from hvpipe.comm.open import running_ranks
 from hvpipe.comm.settings import job_folder
-from hvpipe.comm.world import StartedWorld, World, started_world
+from hvpipe.comm.world import RunningRanks, World
 
 # How lines begin that say where an error happened.
 _PLACES = ("Detected at node", "<stack traces", "Stack trace", "Traceback")
@@ -55,7 +56,7 @@ def in_one_line(error: BaseException) -> str:
     return f"{kind}: {first}".removesuffix(": ").removesuffix(".")
 
 
-def tell_end_of_rank(world: World | StartedWorld, why: str, text: str) -> None:
+def tell_end_of_rank(world: World | RunningRanks, why: str, text: str) -> None:
     """Record why this rank ends, and print the text, or let `hvpipe run` do it after the job's other output.
 
     Args:
@@ -91,7 +92,7 @@ class _AbortAllRanks:
         self._process = os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world = started_world() if os.getpid() == self._process else None
+        world = running_ranks() if os.getpid() == self._process else None
         if world is None or world.alone:
             self._previous(kind, error, trace)
         elif issubclass(kind, KeyboardInterrupt):

@@ -167,8 +167,7 @@ class Engine:
     def use_device(self, ordinal: int | None = None) -> str:
         """Open this rank's GPU and, between several ranks, NCCL. All ranks call it together; once is enough.
 
-        Without NCCL, data goes through pinned host memory to MPI. With HVPIPE_NCCL_SPAN=host, NCCL joins the
-        ranks of each host, and MPI carries the sums of buckets between hosts.
+        Without NCCL, data goes through pinned host memory to MPI.
 
         Args:
             ordinal: Number of the GPU among those that CUDA_VISIBLE_DEVICES shows; None for the local rank's.

@@ -33,18 +33,18 @@ class Place:
     """Where a rank runs, and what it is told.
 
     Args:
-        host: The first rank on its host.
+        first_rank_on_host: The same for all ranks of its host.
         loopback: The same for all processes that reach each other at 127.0.0.1.
-        numbers: All addresses of the host.
+        addresses: All of the host.
         interfaces: Those at which others may reach it.
         fast_network: The name of a card with which MPI is faster than TCP, or "" without such a card.
         backend: The setting.
         elastic: Whether the job goes on without lost ranks.
     """
 
-    host: int
+    first_rank_on_host: int
     loopback: tuple[str, ...]
-    numbers: frozenset[str]
+    addresses: frozenset[str]
     interfaces: tuple[Interface, ...]
     fast_network: str = ""
     backend: Backend | None = None
@@ -74,8 +74,8 @@ def over_tcp(ranks: MpiWorld, launch: Launch, settings: Settings) -> MpiWorld | 
     # The last one is of a rank that called, and knows why it failed, if there is such a one.
     failures = [each for each in ranks.allgather_object(failure) if each]
     if not failures:
-        numbers = Launch(launch.launcher, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size)
-        world = TcpWorld(mesh, numbers, ranks.host, settings.timeout_s, joined_by=ranks)
+        joined = Launch(launch.launcher, ranks.rank, ranks.size, ranks.local_rank, ranks.local_size)
+        world = TcpWorld(mesh, joined, ranks.host, settings.timeout_s, joined_by=ranks)
         ranks.close()
         return world
     if mesh is not None:
@@ -95,7 +95,7 @@ def why_mpi(places: Sequence[Place]) -> str:
     """Return why MPI carries the data of these ranks; "": TCP does."""
     if places[0].backend is not None:
         return "the backend is mpi" if places[0].backend == "mpi" else ""
-    hosts = {place.host for place in places}
+    hosts = {place.first_rank_on_host for place in places}
     if len(hosts) == 1:
         return "all ranks are on one host"
     if len(hosts) < len(places):
@@ -123,11 +123,11 @@ def address_of(theirs: Place, mine: Place) -> str:
     if theirs.loopback == mine.loopback:
         return "127.0.0.1"
     networks = {each.network for each in mine.interfaces}
-    found = [each for each in theirs.interfaces if each.number not in mine.numbers]
+    found = [each for each in theirs.interfaces if each.ip not in mine.addresses]
     best = max(
         found, key=lambda each: (each.network in networks, each.physical, each.speed_mbit), default=None
     )
-    return "" if best is None else best.number
+    return "" if best is None else best.ip
 
 
 def usable(found: Sequence[Interface], asked: TcpInterfaces) -> tuple[Interface, ...]:
@@ -136,9 +136,9 @@ def usable(found: Sequence[Interface], asked: TcpInterfaces) -> tuple[Interface,
         each
         for each in found
         if each.up
-        and asked.allow(each.name, each.number)
+        and asked.allow(each.name, each.ip)
         and not each.between_two
-        and not ipaddress.ip_address(each.number).is_link_local
+        and not ipaddress.ip_address(each.ip).is_link_local
     )
 
 
@@ -152,11 +152,11 @@ def fast_network() -> str:
 
 def _own_place(ranks: MpiWorld, settings: Settings) -> Place:
     found = interfaces()
-    numbers = frozenset(each.number for each in found)
+    addresses = frozenset(each.ip for each in found)
     return Place(
         ranks.first_on_host,
-        _loopback(numbers, ranks.rank),
-        numbers,
+        _loopback(addresses, ranks.rank),
+        addresses,
         usable(found, tcp_interfaces(settings.net)),
         fast_network(),
         settings.backend,
@@ -164,11 +164,11 @@ def _own_place(ranks: MpiWorld, settings: Settings) -> Place:
     )
 
 
-def _loopback(numbers: Iterable[str], rank: int) -> tuple[str, ...]:
+def _loopback(addresses: Iterable[str], rank: int) -> tuple[str, ...]:
     """Return the same for all processes of one network namespace. Copies of a machine differ in addresses."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return (boot.strip(), str(os.stat("/proc/self/ns/net").st_ino), *sorted(numbers))
+        return (boot.strip(), str(os.stat("/proc/self/ns/net").st_ino), *sorted(addresses))
     except OSError:
         return (f"rank {rank}",)
 

@@ -111,14 +111,14 @@ def last_checkpoint(folder: Path) -> str | None:
     return None if told is None else os.fsdecode(told)
 
 
-def abort_sign(folder: Path) -> Path:
+def abort_marker(folder: Path) -> Path:
     """Return the file by which a rank says that it ends all ranks, because of an error."""
     return folder / "aborting"
 
 
 def any_aborts(folder: Path) -> bool:
-    """Tell whether a rank of this host has said by `abort_sign` that it ends all ranks."""
-    return is_own(folder) and abort_sign(folder).exists()
+    """Tell whether a rank of this host has said by `abort_marker` that it ends all ranks."""
+    return is_own(folder) and abort_marker(folder).exists()
 
 
 def tell_error(folder: Path, rank: int, text: str, more: str) -> bool:
@@ -130,7 +130,7 @@ def tell_error(folder: Path, rank: int, text: str, more: str) -> bool:
     with contextlib.suppress(OSError):
         _tell(folder, f"traceback-{rank}", more.encode(errors="backslashreplace"))
         _tell(folder, f"error-{rank}", text.encode(errors="backslashreplace"))
-        _tell(folder, abort_sign(folder).name)
+        _tell(folder, abort_marker(folder).name)
         return True
     return False
 

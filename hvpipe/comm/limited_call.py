@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from hvpipe.comm.job_folder import abort_sign
+from hvpipe.comm.job_folder import abort_marker
 from hvpipe.comm.native import built_for_mpi, import_native, mpi_fits
 from hvpipe.comm.settings import job_folder
 from hvpipe.errors import InitError
@@ -36,7 +36,7 @@ def limited_call(who: str, library: str, what: str, limit_s: float, setting: str
                 f"\nhvpipe: {who} waited {limit_s:g} s in {what}: every rank should take part within that "
                 f"time ({setting}). Received: nothing from at least one rank. Has it ended, or does it hang? "
                 "This rank exits with code 1.\n",
-                "" if folder is None else str(abort_sign(folder)),
+                "" if folder is None else str(abort_marker(folder)),
             )
     try:
         yield

@@ -12,19 +12,20 @@ import time
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.clock_offset import clock_offset_s
 from hvpipe.comm.discover import Launch, eager_bytes, fault_tolerance_asked, prepare_open_mpi
-from hvpipe.comm.job_folder import abort_sign
+from hvpipe.comm.job_folder import abort_marker
 from hvpipe.comm.limited_call import limited_call
 from hvpipe.comm.loss_watch import LossWatch, check_fault_tolerance, shrunk
 from hvpipe.comm.native import check_mpi, import_native
 from hvpipe.comm.objects import packed, unpacked
 from hvpipe.comm.settings import Settings, job_folder
 from hvpipe.comm.shared_memory import fits_on_all_hosts
+from hvpipe.comm.world import RunningRanks
 from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
 
 if TYPE_CHECKING:
@@ -261,28 +262,14 @@ _ranks_left: MpiWorld | None = None
 """The ranks that are left after a loss, which have numbers of their own."""
 
 
-@dataclass(frozen=True)
-class StartedWorld:
-    """The ranks of the MPI that runs in this process, even if hvpipe has not joined them."""
-
-    rank: int
-    size: int
-    host: str
-    alone: bool
-    _mpi: ModuleType
-
-    def abort(self, code: int) -> None:
-        """End all ranks now, with this exit code. Does not return."""
-        _abort(self._mpi, code)
-
-
-def started_world() -> StartedWorld | None:
+def running_ranks() -> RunningRanks | None:
     """Return the ranks of the running MPI; None before its initialisation and after its finalisation."""
     mpi = _import_mpi()
     if not mpi.Is_initialized() or mpi.Is_finalized():
         return None
     ranks = _ranks_left or mpi.COMM_WORLD
-    return StartedWorld(ranks.rank, ranks.size, mpi.Get_processor_name(), mpi.COMM_WORLD.size == 1, mpi)
+    alone = mpi.COMM_WORLD.size == 1
+    return RunningRanks(ranks.rank, ranks.size, mpi.Get_processor_name(), alone, partial(_abort, mpi))
 
 
 def fault_tolerant(library: str) -> bool:
@@ -308,7 +295,7 @@ def _abort(mpi: ModuleType, code: int) -> None:
     folder = job_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
-            abort_sign(folder).touch()
+            abort_marker(folder).touch()
     # MPI may wait for a host that cannot be reached. SIGALRM ends a process, unless the program handles it.
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -98,7 +98,7 @@ def open_gpu(core: Any, settings: Settings, ordinal: int | None) -> tuple[bool, 
     required = settings.nccl_library not in ("", "none")
     opened, text = core.use_device(
         *(library, ordinal or 0, find_nccl(settings.nccl_library), required),
-        *(settings.gpus_may_be_shared, settings.nccl_span, refusal),
+        *(settings.gpus_may_be_shared, refusal),
     )
     if opened:
         # A warning only if NCCL was wanted: a user who set HVPIPE_NCCL_LIBRARY=none asked for the host.

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hvpipe.comm import horovod_variables
-from hvpipe.comm.job_folder import abort_sign
+from hvpipe.comm.job_folder import abort_marker
 from hvpipe.errors import HvpipeError
 from hvpipe.own_folder import is_own, why_not_own
 
 Backend = Literal["mpi", "tcp"]
-NcclSpan = Literal["world", "host"]
 Nonfinite = Literal["raise", "skip", "ignore"]
 NONFINITE: tuple[Nonfinite, ...] = ("raise", "skip", "ignore")
 LrScaling = Literal["none", "linear", "sqrt"]
@@ -52,7 +51,6 @@ class Settings:
     shared_memory: bool = True
     summary: bool = False
     nccl_library: str = ""  # "": look for it; "none": send data on GPUs through the host
-    nccl_span: NcclSpan = "world"  # "host": MPI carries data of GPUs between hosts
     device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
     job_may_have_gpus: bool = False  # whether any rank may find one; the session sets it
@@ -113,7 +111,7 @@ class Settings:
             "trace": self.trace_path is not None,
             "stall_warn_s": self.engine_stall_s,
             "flight_path": self.flight_path,
-            "end_sign": "" if self.job_folder is None else str(abort_sign(self.job_folder)),
+            "abort_marker": "" if self.job_folder is None else str(abort_marker(self.job_folder)),
         }
 
 
@@ -141,7 +139,6 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_RANKS_PER_HOST | for tests: pretend that this many ranks share a host |
     | HVPIPE_SHARED_MEMORY | 0 or 1 |
     | HVPIPE_NCCL_LIBRARY | a path, or "none" to send data on GPUs through the host |
-    | HVPIPE_NCCL_SPAN | "world", or "host" to use NCCL inside hosts only |
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_VERIFY | after how many steps data_parallel compares weights over ranks |
     | HVPIPE_NONFINITE | "raise", "skip" or "ignore" steps whose gradients are NaN or Inf |
@@ -195,7 +192,6 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         shared_memory=_switch(env, "HVPIPE_SHARED_MEMORY", default.shared_memory),
         summary=summary,
         nccl_library=env.get("HVPIPE_NCCL_LIBRARY", ""),
-        nccl_span=_nccl_span(env, default.nccl_span),
         device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
         gpus_may_be_shared=env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         job_folder=job_folder(env),
@@ -325,17 +321,6 @@ def _number(env: Mapping[str, str], name: str, unit: str, default: int) -> int:
     if value < 1:
         raise _bad(name, f"a positive number of {unit}", text)
     return value
-
-
-def _nccl_span(env: Mapping[str, str], default: NcclSpan) -> NcclSpan:
-    text = env.get("HVPIPE_NCCL_SPAN")
-    if not text:
-        return default
-    if text == "world":
-        return "world"
-    if text == "host":
-        return "host"
-    raise _bad("HVPIPE_NCCL_SPAN", "world or host", text)
 
 
 def _stall_warn(env: Mapping[str, str], default: float) -> float:

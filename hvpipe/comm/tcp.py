@@ -23,6 +23,7 @@ from hvpipe.comm.secret import job_secret
 from hvpipe.comm.settings import Settings
 from hvpipe.comm.shared_memory import shared_file
 from hvpipe.comm.tcp_setup import Setup, job_key, listen
+from hvpipe.comm.world import RunningRanks
 from hvpipe.errors import HvpipeError, InitError
 
 if TYPE_CHECKING:
@@ -128,11 +129,6 @@ class TcpWorld:
         import_native().leave_to_parent(self._mesh)
         self._mesh = LeftToParent()
 
-    @property
-    def alone(self) -> bool:
-        """Whether the job has one rank."""
-        return self.size == 1
-
     def _send(self, value: Any, ranks: list[int]) -> None:
         self._send_bytes(packed(value), ranks)
 
@@ -147,9 +143,11 @@ class TcpWorld:
 _opened: TcpWorld | None = None
 
 
-def started_world() -> TcpWorld | None:
+def running_ranks() -> RunningRanks | None:
     """Return the ranks that this process has joined by TCP; None before and afterwards."""
-    return _opened
+    if _opened is None:
+        return None
+    return RunningRanks(_opened.rank, _opened.size, _opened.host, _opened.size == 1, _opened.abort)
 
 
 def open_world(launch: Launch, settings: Settings) -> TcpWorld:

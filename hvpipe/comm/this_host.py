@@ -69,7 +69,7 @@ class Interface:
     physical: bool = True
 
     @property
-    def number(self) -> str:
+    def ip(self) -> str:
         """The address alone."""
         return str(ipaddress.ip_interface(self.address).ip)
 

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hvpipe.comm.discover import Launch
 from hvpipe.comm.settings import Settings
-from hvpipe.comm.versions import check_same_versions
-from hvpipe.errors import InitError
-
-__all__ = ["SingleWorld", "World", "open_world", "started_world"]
 
 
-class StartedWorld(Protocol):
-    """The ranks of a library that runs in this process, even if hvpipe has not joined them."""
+@dataclass(frozen=True)
+class RunningRanks:
+    """The ranks of a library that runs in this process, even if hvpipe has not joined them.
 
-    @property
-    def rank(self) -> int:
-        """This process's number, 0 to size - 1."""
+    Attributes:
+        rank: This process's number, 0 to size - 1.
+        size: The number of ranks.
+        host: The name of this host.
+        alone: Whether the job has had one rank from the start.
+        abort: Ends all ranks now, with this exit code. Does not return.
+    """
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def host(self) -> str:
-        """The name of this host."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether the job has had one rank from the start."""
-
-    def abort(self, code: int) -> None:
-        """End all ranks now, with this exit code. Does not return."""
+    rank: int
+    size: int
+    host: str
+    alone: bool
+    abort: Callable[[int], None]
 
 
 class World(Protocol):
@@ -134,45 +127,3 @@ class SingleWorld:
 
     def leave_to_parent(self) -> None:
         pass
-
-
-def started_world() -> StartedWorld | None:
-    """Return the ranks that MPI or TCP has joined in this process, even if hvpipe has not joined them."""
-    if "mpi4py.MPI" in sys.modules:
-        from hvpipe.comm import mpi
-
-        by_mpi = mpi.started_world()
-        if by_mpi is not None and not by_mpi.alone:
-            return by_mpi
-    if "hvpipe.comm.tcp" in sys.modules:
-        from hvpipe.comm import tcp
-
-        return tcp.started_world()
-    return None
-
-
-def open_world(launch: Launch, settings: Settings) -> World:
-    """Join the ranks of this launch. Without a launcher and a running MPI the world has one rank.
-
-    Raises:
-        InitError: If the ranks cannot be joined, or `settings.backend` cannot carry their data.
-    """
-    if launch.launcher == "horovodrun":
-        if settings.backend == "mpi":
-            raise InitError(
-                "MPI has no ranks under `horovodrun --gloo`: each process would be alone. Leave "
-                "HVPIPE_BACKEND unset, or launch with `horovodrun --mpi`, `mpirun` or `hvpipe run`. "
-                f"Received: backend={settings.backend!r}"
-            )
-        from hvpipe.comm import tcp
-
-        world = tcp.open_world(launch, settings)
-        check_same_versions(world)
-        return world
-    if launch.launcher == "none" and "mpi4py.MPI" not in sys.modules:
-        return SingleWorld()
-    from hvpipe.comm import ethernet, mpi
-
-    ranks = mpi.open_world(launch, settings.timeout_s, settings.longest_shutdown_s)
-    check_same_versions(ranks)
-    return ethernet.over_tcp(ranks, launch, settings)

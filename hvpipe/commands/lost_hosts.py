@@ -24,7 +24,7 @@ def is_this_host(name: str) -> bool:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    own = {each.number for each in interfaces()} if _binds_any_address() else None
+    own = {each.ip for each in interfaces()} if _binds_any_address() else None
     for family, kind, protocol, _, address in found:
         if own is not None and not (str(address[0]) in own or str(address[0]).startswith("127.")):
             continue

@@ -161,7 +161,7 @@ def plan_buckets(
     bucket_bytes: int | None = None,
     compression: str | None = None,
     *,
-    in_turn: bool = False,
+    ignores_priority: bool = False,
     table_bytes: int | None = None,
     by_nccl: bool = False,
 ) -> BucketPlan:
@@ -174,9 +174,9 @@ def plan_buckets(
         gradients: The gradients, in the order of the forward.
         bucket_bytes: Most bytes of a bucket with several gradients; None for `fitting_bytes`.
         compression: None, "bf16" or "fp16"; it applies to float32 gradients.
-        in_turn: Give all buckets the same priority, for steps whose gradients the next forward doesn't wait
-            for. Otherwise the bucket that the next forward needs first has the lowest priority, and goes
-            first.
+        ignores_priority: Give all buckets the same priority, for steps whose gradients the next forward
+            doesn't wait for. Otherwise the bucket that the next forward needs first has the lowest priority,
+            and goes first.
         table_bytes: A table of this many bytes or more has a bucket to itself, which sends only the rows that
             are not zero. None: tables are like other gradients.
         by_nccl: Whether NCCL carries the buckets, for `fitting_bytes`.
@@ -207,7 +207,7 @@ def plan_buckets(
             members,
             gradients,
             compression,
-            priority=0 if in_turn else min(members),
+            priority=0 if ignores_priority else min(members),
             row=gradients[members[0]].row if sends_rows[members[0]] else 0,
         )
         for members in groups

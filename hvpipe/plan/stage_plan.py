@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from hvpipe.config_file import Table, read_document, write_document
+from hvpipe.config_file import Document, Table
 from hvpipe.errors import PlanError
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement_cost import (
@@ -52,7 +51,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Document):
     """A cut of a model into stages, placed on the devices of a cluster.
 
     With the schedule "interleaved", a device has several stages: they go round the devices in a circle.
@@ -242,25 +241,6 @@ class Plan:
             profile_fingerprint=table.text("profile_fingerprint"),
             cluster_fingerprint=table.text("cluster_fingerprint"),
         )
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file."""
-        write_document(path, self.to_json())
-
-    @staticmethod
-    def read(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan that `write` wrote.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The plan.
-
-        Raises:
-            HvpipeError: If the file cannot be read or is not a plan; the message names file and field.
-        """
-        return Plan.from_json(read_document(path))
 
 
 def odd_layers(one: str, its_layers: Sequence[str], other: str, others_layers: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from hvpipe.config_file import Table, read_document, write_document
+from hvpipe.config_file import Document, Table
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.pipelining import leads
 from hvpipe.schedule.action import Action
@@ -22,7 +21,7 @@ FORMAT, VERSION = "hvpipe-schedule", 1
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Document):
     """The actions of every rank in one training step.
 
     Only the actions say which rank runs which stage. A rank may have several stages. A stage may have several
@@ -171,25 +170,6 @@ class Schedule:
                 table.integer("microbatches", minimum=1),
                 tuple(actions),
             )
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the schedule to a JSON file."""
-        write_document(path, self.to_json())
-
-    @staticmethod
-    def read(path: str | os.PathLike[str]) -> Schedule:
-        """Read a schedule that `write` wrote.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The schedule.
-
-        Raises:
-            HvpipeError: If the file cannot be read or is not a schedule; the message names file and field.
-        """
-        return Schedule.from_json(read_document(path))
 
 
 # A new schedule needs an entry here; in plan.pipelining its name (SCHEDULES) and stash (_IN_FLIGHT); and in

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +10,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from hvpipe.config_file import Table, fingerprint, read_document, short, write_document
+from hvpipe.config_file import Document, Table, fingerprint, short
 from hvpipe.errors import HvpipeError, listed
 
 FORMAT, VERSION = "hvpipe-cluster", 1
@@ -159,7 +158,7 @@ class Rack:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Document):
     """Hosts around one switch, or in racks whose switches are around one switch.
 
     Args:
@@ -386,25 +385,6 @@ class Cluster:
                 hosts.sort(key=lambda host: number.get(host.rack, -1))
             action_s = table.seconds("action_s") if table.has("action_s") else 0.0
             return Cluster(tuple(hosts), tuple(measured), tuple(racks), action_s)
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the cluster to a JSON file."""
-        write_document(path, self.to_json())
-
-    @staticmethod
-    def read(path: str | os.PathLike[str]) -> Cluster:
-        """Read a JSON file, or a TOML file if the name ends in .toml.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The cluster.
-
-        Raises:
-            HvpipeError: If the file cannot be read or is not a cluster; the message names file and field.
-        """
-        return Cluster.from_json(read_document(path))
 
 
 def equal_cluster(

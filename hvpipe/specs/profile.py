@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from hvpipe.config_file import MOST, Table, fingerprint, read_document, short, write_document
+from hvpipe.config_file import MOST, Document, Table, fingerprint, short
 from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Cluster, Device
 from hvpipe.specs.layer_cost import LayerCost, SentTensor, fixed_s, layer_json, layer_of
@@ -24,7 +24,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Document):
     """A model's layers in topological order, and which layers use the output of each.
 
     Args:
@@ -359,12 +359,8 @@ class Profile:
                 model=table.name_or_empty("model"),
             )
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to a JSON file."""
-        write_document(path, self.to_json())
-
-    @staticmethod
-    def read(path: str | os.PathLike[str]) -> Profile:
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a JSON file, or a PipeDream graph if the name ends in .txt (see `read_pipedream`).
 
         Args:
@@ -376,7 +372,7 @@ class Profile:
         Raises:
             HvpipeError: If the file cannot be read or is not a profile; the message names file and field.
         """
-        return read_pipedream(path) if Path(path).suffix == ".txt" else Profile.from_json(read_document(path))
+        return read_pipedream(path) if Path(path).suffix == ".txt" else super().read(path)
 
 
 def read_pipedream(

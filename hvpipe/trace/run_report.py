@@ -135,24 +135,22 @@ def summarise(
 
 
 def summarise_trace(trace: Trace) -> Summary:
-    """Return the summary in the trace's metadata; without one, make it from the events.
+    """Return the summary in the trace's metadata; without one (a simulated step), make it from the events.
 
-    In that case the metadata may have `counters` (one entry per rank) and `images`. Raises HvpipeError if
-    these or the utilization curves are not numbers.
+    Raises HvpipeError if the summary or the utilization curves are not numbers.
     """
     written = trace.metadata.get("summary")
-    if isinstance(written, dict) and written.keys() == {column.name for column in fields(Summary)}:
+    if written is not None:
+        names = {column.name for column in fields(Summary)}
+        if not isinstance(written, dict) or written.keys() != names:
+            raise HvpipeError(f"A trace's summary should hold {sorted(names)}. Received: summary={written!r}")
         if not all(isinstance(value, _OF_A_SUMMARY.get(name, _FIGURE)) for name, value in written.items()):
             raise HvpipeError(f"A trace's summary should hold numbers. Received: summary={written!r}")
         return Summary.from_json(written)
-    counters, images = trace.metadata.get("counters", []), trace.metadata.get("images", 0)
     try:
-        return summarise(trace, counters, [], int(images))
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise HvpipeError(
-            "In a trace, `counters` (one object per rank), `images` and the utilization should be numbers. "
-            f"Received: {error}"
-        ) from error
+        return summarise(trace, [], [], 0)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise HvpipeError(f"In a trace, the utilization should be numbers. Received: {error}") from error
 
 
 def hidden_share(trace: Trace) -> float | None:

@@ -30,8 +30,8 @@ def place(host: int, *addresses: str, **others: Any) -> Place:
     for each in addresses:
         address, _, speed = each.removeprefix("~").partition("@")
         found.append(Interface("eth0", address, True, int(speed or 1000), physical=not each.startswith("~")))
-    numbers = frozenset(each.number for each in found)
-    return Place(host, (f"boot of {host}",), numbers, tuple(found), **others)
+    own = frozenset(each.ip for each in found)
+    return Place(host, (f"boot of {host}",), own, tuple(found), **others)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ ADDRESSES = st.lists(
 
 @given(theirs=ADDRESSES, mine=ADDRESSES)
 def test_an_address_is_theirs_alone(theirs: list[str], mine: list[str]) -> None:
-    own = {each.number for each in place(0, *mine).interfaces}
-    usable = {each.number for each in place(1, *theirs).interfaces} - own
+    own = {each.ip for each in place(0, *mine).interfaces}
+    usable = {each.ip for each in place(1, *theirs).interfaces} - own
     found = address_of(place(1, *theirs), place(0, *mine))
     assert found in usable if usable else found == ""
 
@@ -113,7 +113,7 @@ def test_processes_of_one_machine_use_its_loopback() -> None:
 
 
 def test_an_address_of_this_host_is_not_used_even_if_its_interface_is_down() -> None:
-    mine = replace(place(0, "10.0.0.1/24"), numbers=frozenset({"10.0.0.1", "172.17.0.1"}))
+    mine = replace(place(0, "10.0.0.1/24"), addresses=frozenset({"10.0.0.1", "172.17.0.1"}))
     assert address_of(place(1, "172.17.0.1/16@10000", "10.2.0.2/24"), mine) == "10.2.0.2"
 
 
@@ -144,7 +144,7 @@ def test_interfaces_that_lead_to_no_other_host_are_left_out(monkeypatch: pytest.
 
     def numbers(net: str = "", **environ: str) -> list[str]:
         asked = tcp_interfaces(net, {f"OMPI_MCA_btl_tcp_if_{name}": text for name, text in environ.items()})
-        return [each.number for each in usable(interfaces(), asked)]
+        return [each.ip for each in usable(interfaces(), asked)]
 
     assert numbers() == ["10.0.0.1", "10.2.0.1", "10.5.0.1", "10.4.0.1"]
     assert numbers(include="eth0, eth1") == ["10.0.0.1"]

@@ -11,12 +11,13 @@ import pytest
 from distributed import ALONE, expect_fatal, launch
 from hvpipe.comm.discover import Launch
 from hvpipe.comm.mpi import short_version
+from hvpipe.comm.open import open_world
 from hvpipe.comm.settings import Settings
-from hvpipe.comm.world import SingleWorld, open_world
+from hvpipe.comm.world import SingleWorld
 
 LIMIT_S = 60.0
 OPEN = """
-from hvpipe.comm.world import open_world
+from hvpipe.comm.open import open_world
 from hvpipe.comm.discover import discover
 from hvpipe.comm.settings import settings
 world = open_world(discover(), settings())

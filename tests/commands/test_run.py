@@ -21,7 +21,7 @@ LIMIT_S = 90.0
 WORLD = """
 import os, sys, time
 from pathlib import Path
-from hvpipe.comm.world import open_world
+from hvpipe.comm.open import open_world
 from hvpipe.comm.discover import discover
 from hvpipe.comm.settings import settings
 world = open_world(discover(), settings())

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
 from hvpipe.forecast.data_parallel import forecast_data_parallel
 from hvpipe.forecast.lower_bound import lower_bound_s
+from hvpipe.forecast.pipeline import forecast
+from hvpipe.forecast.plan_costs import costs_of, dataflow_of
 from hvpipe.forecast.simulate import simulate
 from hvpipe.forecast.step import Step, StepModel
 from hvpipe.plan.baselines import BASELINES, baseline
@@ -21,6 +22,7 @@ from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement_cost import fits_memory
 from hvpipe.plan.stage_plan import Plan
+from hvpipe.schedule.plan_schedule import schedule_of
 from hvpipe.schedule.verify import verify
 from hvpipe.search.choice import candidate, choose
 from hvpipe.search.options import PipeliningChoice

@@ -155,8 +155,8 @@ def test_buckets_are_in_backward_order_and_needed_in_reverse(model: list[Gradien
 
 @quickly
 @given(models, caps)
-def test_in_turn_sends_the_same_buckets_in_backward_order(model: list[Gradient], cap: int) -> None:
-    plan, urgent = plan_buckets(model, cap, in_turn=True), plan_buckets(model, cap)
+def test_ignoring_priority_sends_the_same_buckets_in_backward_order(model: list[Gradient], cap: int) -> None:
+    plan, urgent = plan_buckets(model, cap, ignores_priority=True), plan_buckets(model, cap)
     assert [number for number, _ in plan.by_need()] == list(range(len(plan.buckets)))
     assert [b.members for b in plan.buckets] == [b.members for b in urgent.buckets]
     # Plans with another order have another signature, so that ranks that disagree are detected.

@@ -75,7 +75,7 @@ def test_a_skip_connection_is_sent_directly_to_its_user() -> None:
 
 def test_all_processes_get_the_same_programs() -> None:
     code = (
-        "from hvpipe.schedule.program import *; from hvpipe.schedule import make_schedule\n"
+        "from hvpipe.schedule.program import *; from hvpipe.schedule.schedule import make_schedule\n"
         "s = make_schedule('interleaved', 3, 4, 2)\n"
         "flow = Dataflow(6, ((0, 1), (0, 4), (1, 2), (0, 5), (2, 5)))\n"
         "print(programs(s, needs_of(s, flow)))"

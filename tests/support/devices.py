@@ -18,7 +18,7 @@ from hvpipe.comm.engine import Engine
 from hvpipe.session import current
 from native_build import build
 
-WAYS = ("NCCL", "NCCL inside hosts", "host")
+WAYS = ("NCCL", "host")
 TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V2"}
 
 
@@ -94,10 +94,6 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
     session = current()
     if session.engine.core is None:
         pytest.skip("one rank without MPI has no C++ engine")
-    if way == "NCCL inside hosts":
-        if session.engine.core.hosts == 1:
-            pytest.skip("one host")
-        changes.setdefault("nccl_span", "host")
     changes.setdefault("nccl_library", "none" if way == "host" else libraries.nccl)
     changes.setdefault("device_library", libraries.device)
     # The simulated hosts share the GPUs of this machine.

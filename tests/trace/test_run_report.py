@@ -89,11 +89,9 @@ def test_a_single_step_is_not_skipped_as_the_first() -> None:
 def test_a_summary_from_a_trace_file_alone() -> None:
     curve = Event("host busy", "utilization", 0, "utilization", 0.5, 0.5, {"share": 0.5})
     steps = (event("step", 0, 5), event("step", 5, 6), event("step", 6, 8))
-    trace = Trace((*OVERLAPPED, *steps, curve), {"images": 30, "counters": [{"bytes_sent": 10.0}]})
-    summary = summarise_trace(trace)
+    summary = summarise_trace(Trace((*OVERLAPPED, *steps, curve)))
     assert (summary.ranks, summary.steps, summary.step_s) == (1, 3, 1.5)
-    assert summary.images_per_s == pytest.approx(10 / 1.5)
-    assert (summary.system_share, summary.bytes_sent) == (0.5, 10)
+    assert (summary.system_share, summary.bytes_sent) == (0.5, None)
 
 
 def test_a_summary_in_the_trace_is_used() -> None:
@@ -102,19 +100,16 @@ def test_a_summary_in_the_trace_is_used() -> None:
     assert summarise_trace(trace) == written
 
 
-def test_a_summary_of_another_version_is_computed_again() -> None:
-    trace = Trace(OVERLAPPED, {"summary": {"speed": 1.0}, "counters": [{"bytes_sent": 7.0}]})
-    assert summarise_trace(trace).bytes_sent == 7
+@pytest.mark.parametrize("summary", [5, [], {"speed": 1.0}], ids=str)
+def test_a_summary_that_is_not_hvpipes(summary: object) -> None:
+    with pytest.raises(HvpipeError, match=r"summary should hold \['bytes_sent', .*\]\. Received: "):
+        summarise_trace(Trace(OVERLAPPED, {"summary": summary}))
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [{"counters": 5}, {"counters": [5]}, {"counters": [{"bytes_sent": "all"}]}, {"images": "many"}],
-    ids=str,
-)
-def test_metadata_that_is_not_hvpipes(metadata: dict[str, object]) -> None:
-    with pytest.raises(HvpipeError, match=r"`counters` .* should be numbers\. Received: "):
-        summarise_trace(Trace(OVERLAPPED, metadata))
+def test_a_curve_without_numbers() -> None:
+    curve = Event("host busy", "utilization", 0, "utilization", 0.5, 0.5, {"share": "half"})
+    with pytest.raises(HvpipeError, match=r"the utilization should be numbers\. Received: "):
+        summarise_trace(Trace((curve,)))
 
 
 def test_a_written_summary_without_numbers() -> None:

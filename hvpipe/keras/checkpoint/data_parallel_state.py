@@ -164,11 +164,10 @@ class DataParallelState:
 
     def description(self) -> dict[str, Any]:
         """Return the variables and the optimizer that a model must have to resume, as JSON."""
-        # Older checkpoints lack the others.
-        unlisted = set(map(id, unlisted_variables(self.model.optimizer).values()))
-        newer = (_OTHERS, f"{OWN}{_OTHERS}", _RECURRENT)
+        # Other optimizers may not exist yet, and a batch of another size begins with other recurrent states.
+        left_out = (_OTHERS, f"{OWN}{_OTHERS}", _RECURRENT)
         every = {**self.shared(), **self.own()}
-        listed = {n: v for n, v in every.items() if id(v) not in unlisted and not n.startswith(newer)}
+        listed = {name: v for name, v in every.items() if not name.startswith(left_out)}
         return {
             "name": self.model.name,
             "optimizer": type(self.model.optimizer).__name__,

@@ -109,7 +109,7 @@ class Resume:
         if set_callbacks(self._others, notes, arrays, names) and self._state.session.world.rank == 0:
             logger.warning(
                 "hvpipe: EarlyStopping begins anew, because the checkpoint %s does not have the weights of "
-                "its best epoch. An older hvpipe may have written it.",
+                "its best epoch. It may have been written without restore_best_weights.",
                 self._place,
             )
         self._swapped = [callback for callback in self._others if getattr(callback, SWAPPED, False)]

@@ -95,7 +95,7 @@ class BucketReducer:
             gradients,
             options.bucket_bytes or session.settings.bucket_bytes,
             options.compression if self._compression is None else None,
-            in_turn=options.in_turn,
+            ignores_priority=options.in_turn,
             table_bytes=_table_bytes(session, on_device) if options.slices or not on_device else None,
             by_nccl=on_device and session.engine.nccl_connects_all,
         )

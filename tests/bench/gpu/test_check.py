@@ -81,8 +81,6 @@ def test_a_dry_run_verifies_and_measures_everything_and_names_what_is_wrong(
         if ranks != "1 rank":
             assert {f"{ranks}: messages", f"{ranks}: sum over a group, float64"} <= verified
     assert rows["2 ranks, NCCL: data goes"]["result"] == "by NCCL 2.30.5"
-    assert "4 ranks, NCCL: steps, compression bf16" in verified
-    assert "inside hosts" in rows["4 ranks, NCCL: data goes"]["result"]
     for what in ("pack 1 MB", "unpack 1 MB", "sampler (NVML)"):
         assert rows[f"1 rank: {what}"]["ok"] is None
     assert "hidden (wanted: 90%)" in rows["2 ranks, NCCL: overlap, 1 MB"]["result"]
@@ -93,7 +91,7 @@ def test_a_dry_run_verifies_and_measures_everything_and_names_what_is_wrong(
     assert wrong.pop("1 rank(s) small {}") == "FAILED: exit code 1"
     assert rows["2 ranks: sums under way at the end"]["ok"]
     assert "ended after 1" in rows["2 ranks: a sum that hangs"]["result"]
-    ways = ("2 ranks, host", "2 ranks, NCCL", "4 ranks, NCCL")
+    ways = ("2 ranks, host", "2 ranks, NCCL")
     assert set(wrong) == {f"{way}: {one}" for way in ways for one in sums}
     assert "!! 2 ranks, NCCL: all-reduce float32 " in printed
 
@@ -144,19 +142,16 @@ def test_two_ranks_share_a_gpu_only_with_an_nccl_that_can(monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     shared = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     host = {"HVPIPE_NCCL_LIBRARY": "none"}
-    inside = {"HVPIPE_RANKS_PER_HOST": "2", "HVPIPE_NCCL_SPAN": "host"}
     soon = {"HVPIPE_TIMEOUT": "10.0", "HVPIPE_FIRST_STEP_TIMEOUT": "10.0"}
 
     def ends(settings: dict[str, str]) -> list[tuple[int, dict[str, str], str]]:
         return [(2, settings, "leave"), (2, {**settings, **soon}, "hang")]
 
     one, by_host = (1, {}, "all"), (2, {**shared, **host}, "all")
-    two, four = (2, shared, "all"), (4, {**shared, **inside}, "all")
-    assert check.runs(1, 23000, "all") == [one, by_host, two, four, *ends(shared)]
+    assert check.runs(1, 23000, "all") == [one, by_host, (2, shared, "all"), *ends(shared)]
     assert check.runs(1, 22809, "all") == [one, by_host]
     assert check.runs(2, 22809, "all") == [one, (2, host, "all"), (2, {}, "all"), *ends({})]
     assert check.runs(2, 0, "all") == [one, (2, host, "all")]
-    assert check.runs(4, 22809, "all")[2:4] == [(2, {}, "all"), (4, inside, "all")]
 
 
 def test_initcheck_looks_at_hvpipes_kernels() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from hvpipe.comm.discover import discover
+from hvpipe.comm.open import open_world
 from hvpipe.comm.settings import Settings
-from hvpipe.comm.world import World, open_world
+from hvpipe.comm.world import World
 
 
 @pytest.fixture(scope="module")

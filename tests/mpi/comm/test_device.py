@@ -27,7 +27,6 @@ from devices import (
 from hvpipe.comm.engine import Engine
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.buckets import Gradient, plan_buckets
-from hvpipe.session import current
 
 
 # One engine for all cases: with many ranks its start takes longer than a case.
@@ -137,21 +136,19 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("way", WAYS[:2])
 def test_large_buckets_are_registered_with_nccl_on_all_ranks_or_none(
-    libraries: Libraries, monkeypatch: Any, way: str, memory: str
+    libraries: Libraries, monkeypatch: Any, memory: str
 ) -> None:
     needs_others()
     library = getattr(libraries, MEMORY[memory])
-    engine = open_engine(libraries, way, nccl_library=library)
+    engine = open_engine(libraries, "NCCL", nccl_library=library)
     if memory == "in pieces of 512 MiB":
         monkeypatch.setenv("FAKE_DEVICE_UNIT", str(512 << 20))
     if memory == "that another process takes, too":
         monkeypatch.setenv("FAKE_NCCL", "memory-shared")
     if memory == "not on one rank" and hvpipe.rank() == 1:
         monkeypatch.setenv("FAKE_NCCL", "memory")
-    if "by NCCL" not in engine.use_device():
-        pytest.skip("hosts with different numbers of ranks")
+    engine.use_device()
     nccl = ctypes.CDLL(library)
     held, registered = nccl.nccl_memory_held(), nccl.nccl_registrations()
     layers = [Gradient("small", (1_000,), "float32"), Gradient("large", (300_001,), "float32")]
@@ -199,23 +196,16 @@ def test_use_device_returns_the_path_of_the_data(libraries: Libraries) -> None:
     engine = open_engine(libraries, "host")
     assert engine.use_device() == ("one rank" if one else "through the host: no NCCL was named")
     engine.stop()
-    engine = open_engine(libraries, "NCCL", nccl_span="host")
-    assert engine.use_device() == way_of_a_span_of_hosts()
-    engine.agree("end of a case")
-    engine.stop()
 
 
-@pytest.mark.parametrize("way", WAYS[:2])
-def test_nccl_allocates_before_tensorflow_takes_the_memory(libraries: Libraries, way: str) -> None:
+def test_nccl_allocates_before_tensorflow_takes_the_memory(libraries: Libraries) -> None:
     """A small and a large collective of each kind run before `use_device` returns."""
     needs_others()
     device, nccl = ctypes.CDLL(libraries.device), ctypes.CDLL(libraries.nccl)
     held, before = things(device, nccl), nccl.nccl_collectives()
-    engine = open_engine(libraries, way)
-    if "by NCCL" not in engine.use_device():
-        pytest.skip("hosts with different numbers of ranks")
-    whole = 0 if "inside hosts" in engine.use_device() else 2  # all-reduce and broadcast
-    assert nccl.nccl_collectives() - before == 2 * (2 + whole)
+    engine = open_engine(libraries, "NCCL")
+    engine.use_device()
+    assert nccl.nccl_collectives() - before == 2 * 4
     engine.agree("end of a case")
     engine.stop()
     engine.core = None
@@ -228,47 +218,6 @@ def test_two_threads_may_be_the_first_to_use_the_device(libraries: Libraries) ->
     with ThreadPoolExecutor(2) as threads:
         routes = list(threads.map(lambda _: engine.use_device(), range(2)))
     assert routes[0] == routes[1]
-    engine.agree("end of a case")
-    engine.stop()
-
-
-def way_of_a_span_of_hosts() -> str:
-    hosts = current().engine.core.hosts
-    if hvpipe.size() == 1:
-        return "one rank"
-    if hosts == 1:
-        return "by NCCL 2.30.5"
-    if hvpipe.size() == 3:
-        return (
-            "through the host: NCCL stays inside hosts (HVPIPE_NCCL_SPAN=host) only where all have the same "
-            "number of ranks. Received: 3 ranks on 2 hosts"
-        )
-    return "by NCCL 2.30.5 inside hosts, through the host and MPI between them"
-
-
-def test_each_rank_sends_only_its_own_share_between_hosts(libraries: Libraries) -> None:
-    engine = open_engine(libraries, "NCCL inside hosts")
-    if "inside hosts, through" not in engine.use_device():
-        pytest.skip("hosts with different numbers of ranks")
-    # Two ranks cannot share the size equally, in whole units of 16 bytes, so the engine pads it.
-    layers = [Gradient("a", (4_001,), "float64"), Gradient("b", (30_000,), "float64")]
-    plan_id = engine.add_plan("a", plan_buckets(layers, 250_000, None), on_device=True)
-    sent = engine.counters()["network_bytes_sent"]
-    engine.core.begin_step(plan_id, 0, 1.0, True)
-    announced = engine.counters()["network_bytes_sent"] - sent
-    arrays = [OnDevice(values_of(hvpipe.rank(), 30_000, "float64")), OnDevice(np.ones(4_001))]
-    for bucket, array in enumerate(arrays):
-        engine.submit_on_device(plan_id, bucket, [array], 1.0)
-    for bucket, array in enumerate(arrays):
-        engine.collect_on_device(plan_id, bucket, [array])
-    wanted = sum(values_of(r, 30_000, "float64") for r in range(hvpipe.size()))
-    np.testing.assert_array_equal(arrays[0].values, wanted)
-    np.testing.assert_array_equal(arrays[1].values, np.full(4_001, hvpipe.size()))
-    # A ring of H hosts sends 2 (H - 1) / H of each rank's share.
-    hosts, local = engine.core.hosts, engine.core.local_size
-    share = 2 * (hosts - 1) / hosts * 8 * (30_000 + 4_004) / local
-    assert announced == 0
-    assert engine.counters()["network_bytes_sent"] - sent == share
     engine.agree("end of a case")
     engine.stop()
 

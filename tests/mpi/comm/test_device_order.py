@@ -70,11 +70,10 @@ def test_a_bucket_is_packed_again_after_its_sum_was_read(device_engine: Engine, 
             np.testing.assert_array_equal(out.values, sum_of(len(out), step))
 
 
-@pytest.mark.parametrize("way", WAYS[:2])
-def test_nccl_scatters_as_backward_goes_and_gathers_as_forward_goes(libraries: Libraries, way: str) -> None:
-    engine = open_engine(libraries, way)
-    if "by NCCL" not in engine.use_device():
-        pytest.skip("NCCL connects no ranks")
+def test_nccl_scatters_as_backward_goes_and_gathers_as_forward_goes(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL")
+    engine.use_device()
     calls = ctypes.CDLL(libraries.nccl).fake_nccl_calls
     calls.restype = ctypes.c_char_p
     calls()  # those of other cases

@@ -15,8 +15,8 @@ import pytest
 import hvpipe
 from hvpipe.comm.discover import discover
 from hvpipe.comm.engine import Engine
+from hvpipe.comm.open import open_world
 from hvpipe.comm.settings import settings
-from hvpipe.comm.world import open_world
 from hvpipe.errors import DeadlineError, HvpipeError, MismatchError
 from hvpipe.plan.buckets import Gradient, plan_buckets
 
