@@ -24,7 +24,7 @@ from hvpipe.keras.data_parallel.elastic_data import ElasticData
 from hvpipe.keras.initial_state import settle, shared_slots
 from hvpipe.keras.resize import joined, scale_learning_rate, tell_resize
 from hvpipe.keras.variables import broadcast_variables, identity, native
-from hvpipe.session import Resize, Session, plainly
+from hvpipe.session import Resize, Session, run_directly
 
 if TYPE_CHECKING:
     from hvpipe.keras.data_parallel.train_steps import TrainSteps
@@ -120,7 +120,7 @@ class Elastic:
         self._callbacks: Sequence[Any] = ()
         self._saves = False
         self._leaves_after: int | None = None
-        self._section_before: Callable[[Callable[[], Any]], Any] = plainly
+        self._section_before: Callable[[Callable[[], Any]], Any] = run_directly
         self.has_fitted = False
         """Whether a `fit` has begun."""
 

@@ -55,7 +55,7 @@ from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.training_alone import refuse_alone
 from hvpipe.plan.compression import compression_named
-from hvpipe.session import Session, current, plainly
+from hvpipe.session import Session, current, run_directly
 
 Model = TypeVar("Model", bound=keras.Model)
 
@@ -520,7 +520,7 @@ class DataParallel:
     def _section(self, call: Callable[[], Any]) -> Any:
         """Run a part of `evaluate`, as one of the `fit` that runs, else of this model's last `fit`."""
         elastic, run = self.steps.elastic, self.session.run_section
-        if run is plainly and elastic is not None and elastic.has_fitted:
+        if run is run_directly and elastic is not None and elastic.has_fitted:
             run = elastic.section
         return run(call)
 
