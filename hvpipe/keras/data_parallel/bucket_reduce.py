@@ -155,7 +155,7 @@ class BucketReducer:
             )
         self.used = True
         self._session.announcements += 1
-        ones, others = _take_collected()
+        ones, others = _take_earlier()
         with on_the_host():
             samples = tf.cast(samples, tf.float64)
             if ones:
@@ -170,7 +170,7 @@ class BucketReducer:
                 reduces=tf.convert_to_tensor(reduces),
                 plan=self._plan_id,
             )
-        note_collected(share)  # "step" and "stale" collect what they submit in the next step only
+        order_after(share)  # "step" and "stale" collect what they submit in the next step only
         return share
 
     def as_submitted(self, gradients: Sequence[Any]) -> list[Any]:
@@ -238,7 +238,7 @@ class BucketReducer:
         with tf.device(_GPU):
             table = dense(tf.IndexedSlices(values, rows, whole))
         table.set_shape(shape)
-        note_collected(table)
+        order_after(table)
         return table
 
     def _device_of(self, sent: int) -> Any:
@@ -257,7 +257,7 @@ class BucketReducer:
                 bucket=sent,
                 on_stream=self._on_stream,
             )
-        note_collected(tensors[0])
+        order_after(tensors[0])
         return tensors
 
     def collected_after(self, number: int, tokens: Sequence[Any]) -> list[Any]:
@@ -379,17 +379,17 @@ def one_sample(gradients: Sequence[Any]) -> Any:
 
 # All ranks must reduce in the same order if one graph reduces several times (two optimizers, two calls). So
 # each announcement waits for the announcements before it, and for everything that was collected before it.
-_COLLECTED = "hvpipe_collected"
+_EARLIER = "hvpipe_earlier"
 
 
-def note_collected(tensor: Any) -> None:
+def order_after(tensor: Any) -> None:
     """Let later announcements in this graph wait for `tensor`."""
     if not tf.executing_eagerly():
-        tf.compat.v1.get_default_graph().add_to_collection(_COLLECTED, tensor)
+        tf.compat.v1.get_default_graph().add_to_collection(_EARLIER, tensor)
 
 
-def _take_collected() -> tuple[list[Any], list[Any]]:
-    """Return what was noted since the last call in this graph.
+def _take_earlier() -> tuple[list[Any], list[Any]]:
+    """Return the tensors of `order_after` since the last call in this graph.
 
     For each tensor of this graph a 1 (int32 scalar) that comes when the tensor was enqueued: as in
     `one_sample`, the host does not wait for a GPU then. Tensors of graphs around this one as they are.
@@ -397,8 +397,8 @@ def _take_collected() -> tuple[list[Any], list[Any]]:
     if tf.executing_eagerly():
         return [], []
     graph = tf.compat.v1.get_default_graph()
-    found: list[Any] = graph.get_collection(_COLLECTED)
-    graph.clear_collection(_COLLECTED)
+    found: list[Any] = graph.get_collection(_EARLIER)
+    graph.clear_collection(_EARLIER)
     ones = []
     for tensor in (each for each in found if each.graph is graph):
         with tf.control_dependencies([tensor]), tf.device(tensor.device):

@@ -97,7 +97,7 @@ class OptimizerHook:
         self._samples: Any = None
         self._graph: Any = None  # of the step
         self._update: UpdateInGraph | None = None  # of the step, if its plan must fit beforehand
-        self._look: list[StepFindings] | None = None  # set while a step is traced for inspection
+        self._inspected: list[StepFindings] | None = None  # set while a step is traced for inspection
         self._ended_trace = False  # whether `apply` has ended that trace
 
     @property
@@ -175,8 +175,8 @@ class OptimizerHook:
             self._reduce_and_update(grads, variables, trained)
         elif nested:
             # The user's tf.function would keep this graph, which has no update: end its trace.
-            if self._look is not None:
-                self._look.append(findings)
+            if self._inspected is not None:
+                self._inspected.append(findings)
                 self._ended_trace = True
             raise _misfit(findings)
         if is_last:
@@ -188,8 +188,8 @@ class OptimizerHook:
         self._in_step, self._graph, self._update = False, None, None
         if findings is None:
             return
-        if self._look is not None:
-            self._look.append(findings)
+        if self._inspected is not None:
+            self._inspected.append(findings)
         elif not self.fits(findings):
             raise _misfit(findings)
 
@@ -285,7 +285,7 @@ class OptimizerHook:
 
     # --- The plan --------------------------------------------------------------------------------------
 
-    def look(self, trace: Callable[[], None]) -> list[StepFindings]:
+    def inspect_trace(self, trace: Callable[[], None]) -> list[StepFindings]:
         """Call `trace`, which traces steps without running them; return the findings about each step's graph.
 
         Return an empty list if the mode needs no plan beforehand, or if nothing was traced. If a graph's
@@ -294,7 +294,7 @@ class OptimizerHook:
         if not self._overlap.defers:
             return []
         found: list[StepFindings] = []
-        self._look, self._ended_trace = found, False
+        self._inspected, self._ended_trace = found, False
         try:
             trace()
         except Exception:
@@ -303,7 +303,7 @@ class OptimizerHook:
             if not self._ended_trace:
                 raise
         finally:
-            self._look = None
+            self._inspected = None
         return found
 
     def fits(self, findings: StepFindings) -> bool:

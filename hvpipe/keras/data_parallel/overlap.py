@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, note_collected
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, order_after
 from hvpipe.keras.data_parallel.bucket_update import BucketUpdate
 from hvpipe.keras.data_parallel.local_rounds import LocalRounds, RoundOptions
 from hvpipe.keras.gpu import on_the_host
@@ -135,7 +135,7 @@ class BackwardOverlap(Overlap):
 
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
         for done in buckets.update.update_submitted(buckets.submit(gradients, share)):
-            note_collected(done)
+            order_after(done)
 
 
 class _Deferring(Overlap):

@@ -477,7 +477,7 @@ class TrainSteps:
         """Trace the call's step. If its graph does not fit the plan, plan anew and return False."""
         hook = self._hook
         assert hook is not None
-        misfit = next((f for f in hook.look(lambda: ahead.trace(iterator)) if not hook.fits(f)), None)
+        misfit = next((f for f in hook.inspect_trace(lambda: ahead.trace(iterator)) if not hook.fits(f)), None)
         if misfit is None:
             return True
         if self.overlap.updates_in_next_step and misfit.must_update_at_once:
