@@ -317,12 +317,14 @@ def tables_of(model: Any) -> frozenset[int]:
     return frozenset(map(identity, tables))
 
 
-def sliced_on_any_rank(
+def agree_on_gradients(
     session: Session, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> frozenset[int]:
-    """Return the variables, by `identity`, whose gradients are IndexedSlices on any rank; collective.
+    """Check that ranks reduce the same variables in the same order; collective.
 
-    A rank whose batch does not use a table may have dense zeros there.
+    Returns:
+        The variables, by `identity`, whose gradients are IndexedSlices on any rank. A rank whose batch does
+        not use a table may have dense zeros there.
 
     Raises:
         MismatchError: On every rank, if ranks have the same variables in another order.

@@ -23,8 +23,8 @@ from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.data_parallel.bucket_reduce import (
     BucketReducer,
     ReduceOptions,
+    agree_on_gradients,
     one_sample,
-    sliced_on_any_rank,
 )
 from hvpipe.keras.data_parallel.compressed_reduce import (
     check_compressible,
@@ -96,7 +96,7 @@ def DistributedOptimizer(
             hooks.clear()  # of a session that has ended
             session.loops_by_plan = True
             used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
-            tables = sliced_on_any_rank(session, grads, variables)
+            tables = agree_on_gradients(session, grads, variables)
             options = ReduceOptions(compression, bucket_bytes, tables=tables, tables_agreed=True)
             hooks[session] = OptimizerHook(session, optimizer, used, BackwardOverlap(), options)
         hooks[session].apply(grads, variables)
@@ -251,7 +251,7 @@ def _reducer_for(variables: Sequence[Any], gradients: Sequence[Any], options: Re
     found = session.reducers.get(key)
     if found is None:
         session.warn_without_checks("custom training loops")
-        tables = sliced_on_any_rank(session, gradients, variables)
+        tables = agree_on_gradients(session, gradients, variables)
         found = make_reducer(session, "gradients", variables, replace(options, tables=tables))
         session.reducers[key] = found
     reducer: BucketReducer = found
