@@ -247,7 +247,7 @@ def _reducer_for(variables: Sequence[Any], gradients: Sequence[Any], options: Re
     """Return the reducer for a list of variables. The session keeps it as long as it lives."""
     session = current()
     session.loops_by_plan = True
-    key = (tuple(id(v) for v in variables), options.compression, options.bucket_bytes)
+    key = (tuple(id(v) for v in variables), options)
     found = session.reducers.get(key)
     if found is None:
         session.warn_without_checks("custom training loops")
