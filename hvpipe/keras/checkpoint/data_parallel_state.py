@@ -110,7 +110,7 @@ class DataParallelState:
 
     def can_write(self) -> bool:
         """Return whether this is not within a round of "local"."""
-        return self.data_parallel.steps.between_rounds
+        return self.data_parallel.steps.mode.rounds.steps == 0
 
     def too_few(self) -> bool:
         """Return whether too few ranks are left."""
@@ -186,7 +186,7 @@ class DataParallelState:
         compression = self.data_parallel.steps.compression_state()
         values |= readable({f"{_COMPRESSION}{name}": v for name, v in compression.items()})
         values |= {f"{OWN}{name}": v for name, v in random_state().items()}
-        values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.steps.round_state().items()}
+        values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.steps.mode.rounds.state().items()}
         starts = {i: self.untrained.start_of(v) for i, v in enumerate(self.model.variables)}
         values |= {f"{_START}{i}": start for i, start in starts.items() if start is not None}
         return values | {_COUNTED: counted, _STEPS: np.array([steps])}

@@ -77,7 +77,7 @@ class BucketReducer:
     def __init__(
         self, session: Session, name: str, variables: Sequence[Any], options: ReduceOptions = ReduceOptions()
     ) -> None:
-        self._session = session
+        self.session = session
         self.variables = list(variables)
         gradients = [
             Gradient(
@@ -104,6 +104,7 @@ class BucketReducer:
         self._gradients = gradients
         self._on_device = on_device
         self._on_stream = on_device and options.on_stream
+        self._tables_agreed = options.tables_agreed
         self._plan_id = session.engine.add_plan(name, self._plan_to_send(), on_device)
         self._remove_plan = weakref.finalize(self, session.engine.remove_plan, self._plan_id)
         self._remove_plan.atexit = False
@@ -111,11 +112,16 @@ class BucketReducer:
             # An input that changes every step keeps grappler from folding or sharing the announcement.
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
 
-    @property
-    def tables_on_host(self) -> frozenset[int]:
-        """The variables, by `identity`, whose rows go through the host, while the other gradients do not."""
-        rows = [bucket.members[0] for bucket in self.plan.buckets if bucket.row and self._on_device]
-        return frozenset(identity(self.variables[place]) for place in rows)
+    def dense_tables(self, gradients: Sequence[Any], variables: Sequence[Any]) -> frozenset[int]:
+        """Return the tables, by `identity`, that should not go through the host: their gradients are dense.
+
+        The same on all ranks, whose graphs are equal. The other gradients stay on the GPU.
+        """
+        if self._tables_agreed or not self._on_device:
+            return frozenset()
+        rows = [self.variables[bucket.members[0]] for bucket in self.plan.buckets if bucket.row]
+        sliced = [v for g, v in zip(gradients, variables, strict=True) if isinstance(g, tf.IndexedSlices)]
+        return frozenset(map(identity, rows)) - frozenset(map(identity, sliced))
 
     def _plan_to_send(self) -> BucketPlan:
         """Return the engine's buckets, which the numbers of `_submit` and `_collect` mean."""
@@ -128,7 +134,7 @@ class BucketReducer:
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._session.world.rank
+        return self.session.world.rank
 
     def end(self) -> None:
         """Free the plan's buffers. Call it once no graph made with the plan runs any more."""
@@ -154,7 +160,7 @@ class BucketReducer:
                 "Received: a step that reduces gradients under jit_compile=True"
             )
         self.used = True
-        self._session.announcements += 1
+        self.session.announcements += 1
         ones, others = _take_earlier()
         with on_the_host():
             samples = tf.cast(samples, tf.float64)

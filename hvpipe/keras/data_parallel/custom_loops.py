@@ -32,7 +32,7 @@ from hvpipe.keras.data_parallel.compressed_reduce import (
     make_reducer,
 )
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
-from hvpipe.keras.data_parallel.overlap import BackwardOverlap
+from hvpipe.keras.data_parallel.overlap import BackwardOverlap, OverlapOptions
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.training_alone import note_averaged
@@ -98,7 +98,8 @@ def DistributedOptimizer(
             used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
             tables = agree_on_gradients(session, grads, variables)
             options = ReduceOptions(compression, bucket_bytes, tables=tables, tables_agreed=True)
-            hooks[session] = OptimizerHook(session, optimizer, used, BackwardOverlap(), options)
+            overlap = BackwardOverlap(OverlapOptions(elastic=session.settings.elastic))
+            hooks[session] = OptimizerHook(session, optimizer, used, overlap, options)
         hooks[session].apply(grads, variables)
 
     optimizer.apply = apply

@@ -184,12 +184,12 @@ class Elastic:
 
     def flush(self, call: Callable[[], None]) -> None:
         """Run the updates that wait for the next step."""
-        while self._steps.waits:
+        while self._steps.mode.waits:
             self._before_flush = self._keep(self._ran - 1, own=False)
             try:
                 call()
             except Exception as error:
-                self._steps.waits = True
+                self._steps.mode.waits = True
                 if self._recovering:
                     raise
                 self._recover_from(error)
@@ -197,7 +197,7 @@ class Elastic:
 
     def _run(self, batch: Any) -> None:
         if self._steps.ready:
-            self._kept[self._begun] = self._keep(self._ran - int(self._steps.waits))
+            self._kept[self._begun] = self._keep(self._ran - int(self._steps.mode.waits))
             self._kept.pop(self._begun - 2, None)
         assert self._inner is not None
         self._logs = self._inner([batch])
@@ -209,11 +209,11 @@ class Elastic:
     # --- State ----------------------------------------------------------------------------------------------
 
     def _keep(self, version: int, own: bool = True) -> _Kept:
-        shared = self._shared() if self._steps.updates_piecewise else []
+        shared = self._shared() if self._steps.mode.updates_piecewise else []
         values = [
             [(v, native(v).read_value()) for v in some] for some in (self._own() if own else [], shared)
         ]
-        return _Kept(version, self._steps.updates(), *values)
+        return _Kept(version, self._steps.mode.completed_updates(), *values)
 
     def _shared(self) -> list[Any]:
         """Return the variables that are equal on all ranks after a step, and change in its update."""
@@ -224,17 +224,18 @@ class Elastic:
         shared = set(map(identity, self._shared()))
         every = [*self._model.variables, *self._model.metrics_variables, *self._model.optimizer.variables]
         own = {identity(v): v for v in every if identity(v) not in shared}
-        return [*own.values(), *self._steps.counting_variables()]
+        counts = (self._steps.train_counter.variable, self._steps.mode.reducer.step)
+        return [*own.values(), *counts]
 
     def _stands_at(self) -> tuple[int, _Kept | None]:
         """Return the last step whose state is complete here, and what holds it; None: the variables."""
         if self._ran == self._begun:
-            return (self._ran - 1, self._before_flush) if self._steps.waits else (self._ran, None)
+            return (self._ran - 1, self._before_flush) if self._steps.mode.waits else (self._ran, None)
         kept = self._kept.get(self._begun)
         if kept is None:
             return self._ran, None
         # A call that failed may have completed its first part, the update of the step before.
-        if kept.updates is not None and int(self._steps.updates()) > int(kept.updates):
+        if kept.updates is not None and int(self._steps.mode.completed_updates()) > int(kept.updates):
             return kept.version + 1, None
         return kept.version, kept
 
@@ -270,7 +271,7 @@ class Elastic:
         self._target = max(self._target, self._begun)
         now = self._session.go_on_without_lost()
         self._change = change = now if self._change is None else joined(self._change, now)
-        self._steps.forget_under_way()
+        self._steps.mode.forget()
         mine = _Standing(
             *(self._state.version, self._sections, self._steps.ready, self._result),
             *(self.data.ended, self._target, self._state.scaled),

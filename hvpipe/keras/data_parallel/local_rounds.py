@@ -10,7 +10,7 @@ after a step depends only on the number of steps, never on timing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,88 +103,126 @@ class _UnderWay:
     tokens: Sequence[Any]
 
 
-class LocalRounds:
+class Rounds:
+    """The rounds of a mode that reduces in every step: none, so nothing happens between steps."""
+
+    steps = 0
+    """The steps of this round so far."""
+
+    def check_length(self, steps: int) -> None:
+        """Raise HvpipeError if a round would end within `steps` that are taken together."""
+
+    def check_readable(self) -> None:
+        """Raise HvpipeError if the ranks' weights may differ."""
+
+    def begin_steps(self, counted: Callable[[], float]) -> None:
+        """Begin a round, if none has begun; `counted` returns the samples that this rank has trained on."""
+
+    def end_steps(self, steps: int, counted: Callable[[], float]) -> None:
+        """Count steps that have run, and end the round if it is complete; collective then."""
+
+    def complete(self, counted: Callable[[], float]) -> None:
+        """Let all ranks have equal weights; collective."""
+
+    def drop(self) -> None:
+        """Forget the round, and what is under way, which all ranks have sent. Weights stay as they are."""
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's tensors by name, between two rounds: what `resume` needs to go on alike."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any], counted: Callable[[], float]) -> None:
+        """Go on from a `state`, with the weights of that moment; collective if a round was under way."""
+
+
+class LocalRounds(Rounds):
     """The rounds of one model on this rank.
 
     The anchor is the last averaged model, equal on all ranks. While a round is being reduced, a rank's
     weights at the start of the next one are the anchor less this rank's own difference of that round.
     """
 
-    def __init__(self, options: RoundOptions) -> None:
+    def __init__(self, options: RoundOptions, reducer: BucketReducer) -> None:
         self._options = options
+        self._reducer = reducer
         self._anchor: Tensors = []  # empty: the ranks have equal weights, and no round has begun
         self._start: Tensors = []  # this rank's weights at the start of the round
         self._momentum: Tensors = []  # empty: zeros
         self._under_way: _UnderWay | None = None
-        self._steps = 0  # in this round
+        self.steps = 0
         self._steps_before = 0  # in all rounds before it
         self._counted = 0.0  # samples of this rank before this round
 
-    @property
-    def open(self) -> bool:
-        """Whether the ranks' weights may differ."""
-        return bool(self._anchor)
+    def check_length(self, steps: int) -> None:
+        if self._options.every % steps:
+            raise HvpipeError(
+                "every should be a multiple of steps_per_execution. "
+                f"Received: every={self._options.every} with steps_per_execution={steps}"
+            )
 
-    @property
-    def steps(self) -> int:
-        """The steps of this round so far."""
-        return self._steps
+    def check_readable(self) -> None:
+        if self._anchor:
+            raise HvpipeError(
+                'With overlap="local" each rank has weights of its own between steps: read and set them when '
+                "an epoch has ended, or call evaluate on all ranks first, which ends the round. "
+                "Received: a call in the middle of a round"
+            )
 
-    def begin_steps(self, reducer: BucketReducer, counted: float) -> None:
-        """Begin a round, if none has begun; `counted` is how many samples this rank has trained on."""
+    def begin_steps(self, counted: Callable[[], float]) -> None:
         if not self._anchor:
-            self._anchor = self._start = _values(reducer)
-            self._counted = counted
+            self._anchor = self._start = self._values()
+            self._counted = counted()
 
-    def end_steps(self, reducer: BucketReducer, steps: int, counted: float) -> None:
-        """Count steps, and end the round if it is complete; collective then."""
-        self._steps += steps
-        if self._steps >= self._options.every:
-            waits = self._steps_before + self._steps <= self._options.waiting_steps
-            self._end_round(reducer, counted, waits)
+    def end_steps(self, steps: int, counted: Callable[[], float]) -> None:
+        self.steps += steps
+        if self.steps >= self._options.every:
+            waits = self._steps_before + self.steps <= self._options.waiting_steps
+            self._end_round(counted(), waits)
 
-    def complete(self, reducer: BucketReducer, counted: float) -> None:
+    def complete(self, counted: Callable[[], float]) -> None:
         """End the round early, and wait for all averages: then all ranks have the anchor; collective."""
-        if self._steps:
-            self._end_round(reducer, counted, waits=True)
+        if not self._anchor:
+            return
+        self._reducer.session.engine.agree(f"the end of a round after {self.steps} steps")
+        if self.steps:
+            self._end_round(counted(), waits=True)
         elif self._under_way is not None:
-            self._take_outer_step(reducer)
-            self._go_on_from_anchor(reducer)
+            self._take_outer_step()
+            self._go_on_from_anchor()
         self._anchor, self._start = [], []  # a round that began at the end of the data has no step
 
-    def drop(self, reducer: BucketReducer) -> None:
-        """Forget the round, and what is under way, which all ranks have sent. Weights stay as they are."""
+    def drop(self) -> None:
         if self._under_way is not None:
-            reducer.collect_all(self._under_way.tokens)
+            self._reducer.collect_all(self._under_way.tokens)
         self._under_way = None
-        self._anchor, self._start, self._steps = [], [], 0
+        self._anchor, self._start, self.steps = [], [], 0
 
-    def _end_round(self, reducer: BucketReducer, counted: float, waits: bool) -> None:
-        weights = _values(reducer)
+    def _end_round(self, counted: float, waits: bool) -> None:
+        weights = self._values()
         difference = [start - now for start, now in zip(self._start, weights, strict=True)]
         corrects = self._under_way is not None
         if corrects:
-            self._take_outer_step(reducer)
-        self._send(reducer, difference, counted - self._counted)
-        self._steps_before += self._steps
-        self._steps, self._counted = 0, counted
+            self._take_outer_step()
+        self._send(difference, counted - self._counted)
+        self._steps_before += self.steps
+        self.steps, self._counted = 0, counted
         if waits:
-            self._take_outer_step(reducer)
-            self._go_on_from_anchor(reducer)
+            self._take_outer_step()
+            self._go_on_from_anchor()
             return
         if corrects:
             weights = [a - mine for a, mine in zip(self._anchor, difference, strict=True)]
-            _assign(reducer, weights)
+            self._assign(weights)
         self._start = weights
 
-    def _send(self, reducer: BucketReducer, difference: Tensors, samples: float) -> None:
-        share = reducer.announce(tf.constant(samples, tf.float64))
-        self._under_way = _UnderWay(difference, samples, reducer.submit(share, difference))
+    def _send(self, difference: Tensors, samples: float) -> None:
+        share = self._reducer.announce(tf.constant(samples, tf.float64))
+        self._under_way = _UnderWay(difference, samples, self._reducer.submit(share, difference))
 
-    def _take_outer_step(self, reducer: BucketReducer) -> None:
+    def _take_outer_step(self) -> None:
         """Move the anchor by the average of the round under way: SGD with Nesterov momentum."""
         assert self._under_way is not None
-        average = reducer.collect_all(self._under_way.tokens)
+        average = self._reducer.collect_all(self._under_way.tokens)
         self._under_way = None
         rate, momentum = self._options.learning_rate, self._options.momentum
         steps = average
@@ -193,16 +231,16 @@ class LocalRounds:
             self._momentum = [momentum * m + mean for m, mean in zip(before, average, strict=True)]
             steps = [mean + momentum * m for m, mean in zip(self._momentum, average, strict=True)]
         moved = [anchor - rate * step for anchor, step in zip(self._anchor, steps, strict=True)]
-        self._anchor = [_constrained(v, value) for v, value in zip(reducer.variables, moved, strict=True)]
+        variables = self._reducer.variables
+        self._anchor = [_constrained(v, value) for v, value in zip(variables, moved, strict=True)]
 
-    def _go_on_from_anchor(self, reducer: BucketReducer) -> None:
-        _assign(reducer, self._anchor)
+    def _go_on_from_anchor(self) -> None:
+        self._assign(self._anchor)
         self._anchor, self._start = [], []
 
     # --- Checkpoints -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's tensors by name, between two rounds: what `resume` needs to go on alike."""
         lists = {"momentum": self._momentum}
         if self._under_way is not None:
             lists |= {"anchor": self._anchor, "difference": self._under_way.difference}
@@ -217,44 +255,45 @@ class LocalRounds:
                 found["samples"] = tf.constant(self._under_way.samples, tf.float64)
         return found
 
-    def resume(self, reducer: BucketReducer, state: Mapping[str, Any], counted: float) -> None:
-        """Go on from a `state`, with the weights of that moment; collective if a round was under way."""
-        self.drop(reducer)
-        self._momentum = _listed(reducer, state, "momentum")
+    def resume(self, state: Mapping[str, Any], counted: Callable[[], float]) -> None:
+        if not state:
+            return
+        self.drop()
+        self._momentum = self._listed(state, "momentum")
         if self._momentum and not self._options.momentum:
             self._momentum = []
-            if reducer.rank == 0:
+            if self._reducer.rank == 0:
                 logger.warning(
                     "hvpipe: outer_momentum should be as in the training that wrote the checkpoint. "
                     "Received: outer_momentum=0 and a checkpoint with an outer momentum, which is not used"
                 )
         self._steps_before = int(state["steps"])
-        difference = _listed(reducer, state, "difference")
+        difference = self._listed(state, "difference")
         if difference:
-            self._anchor, self._start = _listed(reducer, state, "anchor"), _values(reducer)
-            self._counted = counted
+            self._anchor, self._start = self._listed(state, "anchor"), self._values()
+            self._counted = counted()
             # The same numbers in the same order give the same sums.
-            self._send(reducer, difference, float(state["samples"]))
+            self._send(difference, float(state["samples"]))
 
+    def _listed(self, state: Mapping[str, Any], name: str) -> Tensors:
+        """Return the saved tensors of this name; bfloat16 is saved as integers."""
+        if f"{name}/0" not in state:
+            return []
+        variables = self._reducer.variables
+        found = [tf.convert_to_tensor(state[f"{name}/{i}"]) for i in range(len(variables))]
+        types = [tf.as_dtype(v.dtype) for v in variables]
+        return [tf.bitcast(t, d) if t.dtype.is_integer else t for t, d in zip(found, types, strict=True)]
 
-def _values(reducer: BucketReducer) -> Tensors:
-    return [native(v).read_value() for v in reducer.variables]
+    # --- Weights ---------------------------------------------------------------------------------------
 
+    def _values(self) -> Tensors:
+        return [native(v).read_value() for v in self._reducer.variables]
 
-def _assign(reducer: BucketReducer, values: Tensors) -> None:
-    for variable, value in zip(reducer.variables, values, strict=True):
-        native(variable).assign(value)
+    def _assign(self, values: Tensors) -> None:
+        for variable, value in zip(self._reducer.variables, values, strict=True):
+            native(variable).assign(value)
 
 
 def _constrained(variable: Any, value: Any) -> Any:
     constraint = getattr(variable, "constraint", None)
     return value if constraint is None else constraint(value)
-
-
-def _listed(reducer: BucketReducer, state: Mapping[str, Any], name: str) -> Tensors:
-    """Return the saved tensors of this name; bfloat16 is saved as integers."""
-    if f"{name}/0" not in state:
-        return []
-    found = [tf.convert_to_tensor(state[f"{name}/{i}"]) for i in range(len(reducer.variables))]
-    types = [tf.as_dtype(v.dtype) for v in reducer.variables]
-    return [tf.bitcast(t, d) if t.dtype.is_integer else t for t, d in zip(found, types, strict=True)]

@@ -35,7 +35,6 @@ from hvpipe.keras.data_parallel.compressed_reduce import check_gradient_compress
 from hvpipe.keras.data_parallel.copies import forget_copies, keep_in_copies
 from hvpipe.keras.data_parallel.elastic import check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
-from hvpipe.keras.data_parallel.local_rounds import RoundOptions, check_local, check_no_rounds, round_options
 from hvpipe.keras.data_parallel.nonfinite import chosen_policy
 from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named, parts_of
 from hvpipe.keras.data_parallel.samples import SamplesIn
@@ -47,7 +46,6 @@ from hvpipe.keras.initial_state import (
     broadcast_model,
     is_built,
     shared_checksum,
-    shared_slots,
     take_rank_0s,
 )
 from hvpipe.keras.instance_methods import InstanceMethods
@@ -183,10 +181,7 @@ def data_parallel(
         samples=samples,
     )
     mode = overlap_named(overlap)
-    given = (every, outer_learning_rate, outer_momentum)
-    if mode.reduces_gradients:
-        check_no_rounds(overlap, *given)
-    rounds = RoundOptions() if mode.reduces_gradients else round_options(*given, warmup_steps)
+    rounds = mode.rounds_from(overlap, every, outer_learning_rate, outer_momentum, warmup_steps)
     compresses = compression_named(compression) is not None
     if not isinstance(model, keras.Model):
         raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")
@@ -205,8 +200,7 @@ def data_parallel(
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
     verify_every = chosen_interval(session, verify_every)
     nonfinite = chosen_policy(session, nonfinite)
-    if not mode.reduces_gradients:
-        check_local(nonfinite, verify_every, sync_batch_norm)
+    mode.check_options(nonfinite, verify_every, sync_batch_norm)
     if not (samples is None or callable(samples)):
         raise HvpipeError(f"samples should be a function of a batch, or None. Received: samples={samples!r}")
     if sync_batch_norm:
@@ -374,16 +368,11 @@ class DataParallel:
 
     def equal_slots(self) -> list[Any]:
         """Return the optimizer's variables that are equal on all ranks."""
-        optimizer = self.model.optimizer
-        if self.steps.overlap.reduces_gradients:
-            return shared_slots(optimizer)
-        rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
-        return [v for v in optimizer.variables if v is rate]
+        return self.steps.overlap.equal_slots(self.model.optimizer)
 
     def own_weights(self) -> list[Any]:
         """Return the weights that may differ between ranks at the end of a step."""
-        local = not self.steps.overlap.reduces_gradients
-        return [*self.statistics(), *(self.model.trainable_variables if local else ())]
+        return [*self.statistics(), *self.steps.overlap.own_weights(self.model)]
 
     # --- The model's methods ------------------------------------------------------------------------------
 
@@ -480,22 +469,11 @@ class DataParallel:
 
     def _first_callback(self, callbacks: list[Any]) -> FinishAtEpochEnd:
         readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]
-        if readers and not self.steps.overlap.reduces_gradients and self.session.world.rank == 0:
-            logger.warning(
-                'hvpipe: callback %s may read weights between steps. With overlap="local" these are the '
-                "rank's own, and the model's methods refuse to read them within a round. Set "
-                "reads_weights = False on it if it reads none.",
-                ", ".join(readers),
-            )
-        if not readers or not self.steps.overlap.defers:
+        overlap = self.steps.overlap
+        if readers and overlap.to_readers and self.session.world.rank == 0:
+            logger.warning(overlap.to_readers, ", ".join(readers))
+        if not readers or not overlap.defers:
             return FinishAtEpochEnd(self.steps.flush, self.end_epoch)
-        if self.session.world.rank == 0:
-            logger.warning(
-                "hvpipe: callback %s may read weights between steps, so every step is finished before it "
-                "runs, and the overlap with the next step is lost. Set reads_weights = False on it if it "
-                "neither reads weights nor changes the optimizer.",
-                ", ".join(readers),
-            )
         return FinishAtEveryBatch(self.steps.flush, self.end_epoch)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -552,17 +530,13 @@ class DataParallel:
             broadcast_model(self.model)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.steps.overlap.reduces_gradients:
-            raise HvpipeError(
-                'overlap="local" needs fit: train_on_batch averages logs over ranks at every call. '
-                "Received: a call of train_on_batch"
-            )
+        self.steps.overlap.check_train_on_batch()
         refuse_alone(self.model, "train_on_batch")
         self._set = self._set and self.steps.ready  # the first step takes rank 0's weights anyway
         before = self.steps.train_counter.total()
         own, return_dict, given = self._named("train_on_batch", args, kwargs)
         logs = dict(own(**given, return_dict=True))
-        if self.steps.overlap.updates_in_next_step:
+        if self.steps.mode.owes_update:
             # The caller may next set the learning rate, read a layer or call the model.
             self.steps.complete()
         samples = self.steps.train_counter.total() - before

@@ -5,18 +5,28 @@ Pictures show two steps; time goes to the right. `reduce` runs in the engine, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, order_after
+from hvpipe.keras.compat import learning_rate_variable
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions, order_after
 from hvpipe.keras.data_parallel.bucket_update import BucketUpdate
-from hvpipe.keras.data_parallel.local_rounds import LocalRounds, RoundOptions
+from hvpipe.keras.data_parallel.local_rounds import (
+    LocalRounds,
+    RoundOptions,
+    Rounds,
+    check_local,
+    check_no_rounds,
+    round_options,
+)
+from hvpipe.keras.data_parallel.step_findings import GraphInspection, StepFindings
 from hvpipe.keras.gpu import on_the_host
+from hvpipe.keras.initial_state import shared_slots
 
 
 @dataclass(frozen=True)
@@ -31,10 +41,6 @@ class Buckets:
         self.update.note_own(gradients)
         return self.reducer.submit(share, gradients, **options)
 
-    def update_where_submitted(self, token: Any) -> list[Any]:
-        """Collect and update all buckets if `token` (int64 scalar) is above 0. Return a scalar for each."""
-        return self.update.update_where_submitted([token] * len(self.reducer.plan.buckets))
-
 
 @dataclass(frozen=True)
 class OverlapOptions:
@@ -44,70 +50,153 @@ class OverlapOptions:
         warmup_steps: Steps at the start of "stale" that update with their own gradients, and steps before
             "int8" and "powersgd" compress.
         rounds: Of "local".
-        counts_updates: Whether "step" counts complete updates, for elastic jobs. A GPU's host waits for that.
+        elastic: Whether ranks may be lost, so that no update may be left half applied.
     """
 
     warmup_steps: int = 0
     rounds: RoundOptions = field(default_factory=RoundOptions)
-    counts_updates: bool = False
+    elastic: bool = False
 
 
 class Overlap:
-    """Says what starts when in a training step. One object serves one optimizer."""
+    """Says what starts when in a training step. One object serves one hook in an optimizer."""
 
-    defers: ClassVar[bool] = False
-    """Whether gradients may wait for the next step: `finish` must run before weights are read outside."""
-    updates_in_next_step: ClassVar[bool] = False
-    """Whether the update comes after the step's graph, which therefore must not use weights after `apply`."""
-    in_turn: ClassVar[bool] = False
-    """Whether buckets are reduced in the order of the plan instead of by urgency."""
-    on_stream: ClassVar[bool] = False
-    """Whether a step needs all sums before it goes on, so that a GPU may wait for them, not the host."""
     exact: ClassVar[bool] = True
     """Whether weights are, bit for bit, those of "none"."""
     reduces_gradients: ClassVar[bool] = True
     """Whether gradients are reduced. If not, each rank updates with its own, and weights differ."""
-    rounds: LocalRounds | None = None
-    """What is reduced between steps, if gradients are not."""
+    defers: ClassVar[bool] = False
+    """Whether an update may wait for the next step."""
+    to_readers: ClassVar[str] = ""
+    """What to tell of callbacks (%s) that may read weights at batches."""
+
+    buckets: Buckets
+    """What is reduced and updated; set by `attach`."""
 
     def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
         self._options = options
+        self.rounds = Rounds()
+        """What is reduced between steps."""
+        self.waits = False
+        """Whether an update waits for the next step: `finish` must run before weights are read outside."""
+
+    @property
+    def reducer(self) -> BucketReducer:
+        """What reduces the buckets."""
+        return self.buckets.reducer
+
+    # --- What the mode can be used for ------------------------------------------------------------------
+
+    @classmethod
+    def rounds_from(
+        cls, name: str, every: int | None, learning_rate: float, momentum: float, warmup_steps: int
+    ) -> RoundOptions:
+        """Return the rounds that were asked for. Raises HvpipeError for wrong arguments."""
+        check_no_rounds(name, every, learning_rate, momentum)
+        return RoundOptions()
+
+    @classmethod
+    def check_options(cls, nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:
+        """Raise HvpipeError for options that this mode rules out."""
+
+    @classmethod
+    def check_train_on_batch(cls) -> None:
+        """Raise HvpipeError if this mode needs `fit`."""
+
+    @classmethod
+    def within_step(cls) -> type[Overlap]:
+        """Return the mode with the same results that updates within the graph of the step."""
+        return cls
+
+    @classmethod
+    def equal_slots(cls, optimizer: Any) -> list[Any]:
+        """Return the optimizer's variables that are equal on all ranks."""
+        return shared_slots(optimizer)
+
+    @classmethod
+    def own_weights(cls, model: Any) -> list[Any]:
+        """Return the trainable weights that may differ between ranks at the end of a step."""
+        return []
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise HvpipeError if this mode cannot train with the optimizer."""
 
-    def begin(self, buckets: Buckets, samples: Any) -> None:
+    def reduce_options(self, options: ReduceOptions) -> ReduceOptions:
+        """Return how this mode cuts and sends gradients."""
+        return options
+
+    @property
+    def updates_piecewise(self) -> bool:
+        """Whether a step may update one bucket after the other. If a rank is lost, some are left out."""
+        return not self._options.elastic
+
+    def attach(self, buckets: Buckets) -> None:
+        """Reduce and update these buckets from now on."""
+        self.buckets = buckets
+
+    # --- In the graph of a step ---------------------------------------------------------------------------
+
+    def begin(self, samples: Any) -> None:
         """Start a step's graph, before the forward. `samples` (scalar) is computed from the step's batch."""
 
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
+    def apply(
+        self, gradients: Sequence[Any], variables: Sequence[Any], reduce_and_update: Callable[[], None]
+    ) -> None:
+        """Take the gradients of a call of the optimizer.
+
+        Args:
+            gradients: A gradient or None for each variable.
+            variables: The variables.
+            reduce_and_update: Puts the gradients in the order of the plan, and calls the method below.
+        """
+        reduce_and_update()
+
+    def reduce_and_update(self, gradients: Sequence[Any], share: Any) -> None:
         """Reduce this step's gradients and update as the mode says.
 
         Args:
-            buckets: The buckets of the variables that have gradients.
-            gradients: One for each variable, from `BucketReducer.as_submitted`.
+            gradients: One for each variable of the buckets, from `BucketReducer.as_submitted`.
             share: The factor for this rank's gradients, from `BucketReducer.announce`.
         """
         raise NotImplementedError
 
-    def finish(self, buckets: Buckets) -> None:
-        """Run the updates that wait for the next step, eagerly."""
+    def end(self) -> None:
+        """End a step's graph. Raises HvpipeError if it does not fit the plan, unless it is only inspected."""
+
+    def inspect_trace(self, trace: Callable[[], None]) -> list[StepFindings]:
+        """Call `trace`, which traces steps without running them; return the findings about each step's graph.
+
+        Return an empty list if the mode needs no plan beforehand, or if nothing was traced. If a graph's
+        findings do not fit, it must not run, because it lacks the update.
+        """
+        return []
+
+    # --- Between steps ------------------------------------------------------------------------------------
+
+    def ran(self) -> None:
+        """Note that a step has run."""
+
+    def finish(self) -> None:
+        """Run the update that waits for the next step, eagerly. Weights are then as after the last step."""
+
+    @property
+    def owes_update(self) -> bool:
+        """Whether the update of the last step waits, and would change if the optimizer did."""
+        return False
+
+    def hold(self) -> list[Any]:
+        """Return the sums that wait because they belong to the next step; collective if there may be any."""
+        return []
+
+    def resume(self, steps: int, sums: Sequence[Any]) -> None:
+        """Continue after this many steps, with the sums that `hold` returned; collective if there are any."""
+        self.reducer.step.assign(steps)
 
     def forget(self) -> None:
         """Forget the gradients that are under way, which are lost with a rank."""
 
-    def updates(self) -> Any:
+    def completed_updates(self) -> Any:
         """Return how many deferred updates are complete (scalar); None if none are deferred."""
-
-    def hold(self, buckets: Buckets) -> list[Any]:
-        """Finish as far as it changes no result; return the sums that the next step will update with.
-
-        There are such sums where an update belongs to the next step. Collective then.
-        """
-        self.finish(buckets)
-        return []
-
-    def resume(self, buckets: Buckets, sums: Sequence[Any]) -> None:
-        """Let the next step update with these sums, as `hold` returned them; collective if there are any."""
 
 
 class NoOverlap(Overlap):
@@ -116,12 +205,13 @@ class NoOverlap(Overlap):
     | forward | backward | reduce all | update all | forward | backward | reduce all | update all |
     """
 
-    on_stream = True
+    def reduce_options(self, options: ReduceOptions) -> ReduceOptions:
+        return replace(options, on_stream=True)
 
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
+    def reduce_and_update(self, gradients: Sequence[Any], share: Any) -> None:
         # All of backward comes before anything is sent.
-        tokens = buckets.submit(gradients, share, after=lambda _: gradients)
-        buckets.update.update_all(tokens)
+        tokens = self.buckets.submit(gradients, share, after=lambda _: gradients)
+        self.buckets.update.update_all(tokens)
 
 
 class BackwardOverlap(Overlap):
@@ -131,32 +221,80 @@ class BackwardOverlap(Overlap):
                   reduce  reduce   reduce               reduce  reduce   reduce
     """
 
-    on_stream = True
+    def reduce_options(self, options: ReduceOptions) -> ReduceOptions:
+        return replace(options, on_stream=True)
 
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        for done in buckets.update.update_submitted(buckets.submit(gradients, share)):
+    def reduce_and_update(self, gradients: Sequence[Any], share: Any) -> None:
+        for done in self.buckets.update.update_submitted(self.buckets.submit(gradients, share)):
             order_after(done)
 
 
 class _Deferring(Overlap):
-    """A mode whose buckets may still be under way when the step's graph ends."""
+    """A mode whose buckets may still be under way when the step's graph ends. It needs a plan beforehand."""
 
     defers = True
+    to_readers = (
+        "hvpipe: callback %s may read weights between steps, so every step is finished before it runs, and "
+        "the overlap with the next step is lost. Set reads_weights = False on it if it neither reads weights "
+        "nor changes the optimizer."
+    )
+    update_is_last: ClassVar[bool]
+    """Whether the update comes after the step's graph, which therefore must not use weights after `apply`."""
 
     def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
         super().__init__(options)
+        self._applied = False  # in this step
+        self._inspection = GraphInspection(self.update_is_last)
         with tf.init_scope(), on_the_host():
             # From the last submits into the next step; 0: nothing waits to be collected.
             self._token = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_token")
 
-    def finish(self, buckets: Buckets) -> None:
+    def begin(self, samples: Any) -> None:
+        self._applied = False
+        self._inspection.begin()
+
+    def apply(
+        self, gradients: Sequence[Any], variables: Sequence[Any], reduce_and_update: Callable[[], None]
+    ) -> None:
+        if self._applied:
+            raise HvpipeError(
+                "This overlap allows one call of the optimizer in train_step; with several, use "
+                'overlap="backward". Received: a second call in one step'
+            )
+        self._applied = True
+        if tf.executing_eagerly():
+            reduce_and_update()
+            return
+        trained = [v for g, v in zip(gradients, variables, strict=True) if g is not None]
+        dense_tables = self.reducer.dense_tables(gradients, variables)
+        # `begin` has started this graph with a plan. If the plan does not fit, the graph is only inspected.
+        if self._inspection.update_begins(
+            self.buckets.update.optimizer, self.reducer.variables, trained, dense_tables
+        ):
+            reduce_and_update()
+        self._inspection.update_ends()
+
+    def end(self) -> None:
+        self._inspection.end()
+
+    def inspect_trace(self, trace: Callable[[], None]) -> list[StepFindings]:
+        return self._inspection.inspect_trace(trace)
+
+    def ran(self) -> None:
+        self.waits = True
+
+    def finish(self) -> None:
+        if not self.waits:
+            return
+        self.waits = False
         token = self._token.read_value()
-        buckets.update_where_submitted(token)
+        self.buckets.update.update_where_submitted(token)
         with on_the_host():
             self._token.assign(tf.zeros_like(token))
 
     def forget(self) -> None:
         """Collect nothing in the next step."""
+        self.waits = False
         self._token.assign(0)
 
 
@@ -170,7 +308,7 @@ class StepOverlap(_Deferring):
     those of "none" bit for bit.
     """
 
-    updates_in_next_step = True
+    update_is_last = True
 
     def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
         super().__init__(options)
@@ -178,26 +316,39 @@ class StepOverlap(_Deferring):
         with tf.init_scope(), on_the_host():
             self._updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_updates")
 
-    def begin(self, buckets: Buckets, samples: Any) -> None:
+    @classmethod
+    def within_step(cls) -> type[Overlap]:
+        return BackwardOverlap
+
+    @property
+    def updates_piecewise(self) -> bool:
+        return True  # Elastic keeps what the update changes
+
+    @property
+    def owes_update(self) -> bool:
+        return self.waits
+
+    def begin(self, samples: Any) -> None:
+        super().begin(samples)
         # Only if there is a batch: the call that reaches the end of the data runs the ops that need no data,
         # and may stop anywhere.
         with tf.control_dependencies([samples]):
             token = self._token.read_value()
-        self._finished = buckets.update_where_submitted(token)
+        self._finished = self.buckets.update.update_where_submitted(token)
         # TensorFlow orders this after the read above, and before the assignment in `reduce_and_update`.
         with on_the_host():
             self._token.assign(tf.zeros_like(token))
-            if self._options.counts_updates:
+            if self._options.elastic:  # only then: a GPU's host waits for this count
                 with tf.control_dependencies(self._finished):
                     self._updates.assign_add(tf.cast(token > 0, tf.int64))
 
-    def updates(self) -> Any:
+    def completed_updates(self) -> Any:
         """Return how many steps' updates the steps after them have completed (scalar)."""
         return self._updates.read_value()
 
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
+    def reduce_and_update(self, gradients: Sequence[Any], share: Any) -> None:
         # A gradient may be ready before its bucket's update: a linear loss's gradient needs no weights.
-        tokens = buckets.submit(gradients, share, after=lambda bucket: [self._finished[bucket]])
+        tokens = self.buckets.submit(gradients, share, after=lambda bucket: [self._finished[bucket]])
         with on_the_host():
             self._token.assign(tf.add_n(tokens))
 
@@ -213,9 +364,7 @@ class StaleOverlap(_Deferring):
     """
 
     exact = False
-    # The next step collects all of this step's buckets. Urgent ones would delay the previous step's buckets
-    # and its update.
-    in_turn = True
+    update_is_last = False
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise HvpipeError for gradient accumulation and for a LossScaleOptimizer."""
@@ -232,43 +381,56 @@ class StaleOverlap(_Deferring):
                 f"Received: optimizer {optimizer.name}, a LossScaleOptimizer"
             )
 
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
+    def reduce_options(self, options: ReduceOptions) -> ReduceOptions:
+        # The next step collects all of this step's buckets. Urgent ones would delay the previous step's
+        # buckets and its update.
+        return replace(options, in_turn=True)
+
+    def reduce_and_update(self, gradients: Sequence[Any], share: Any) -> None:
+        update = self.buckets.update
         with tf.control_dependencies([share]):
             before = self._token.read_value()
-        finished = buckets.update_where_submitted(before)
-        tokens = buckets.submit(gradients, share, after=lambda bucket: [finished[bucket]])
+        finished = update.update_where_submitted(before)
+        tokens = self.buckets.submit(gradients, share, after=lambda bucket: [finished[bucket]])
         with on_the_host():
             token = tf.add_n(tokens)
-            warming_up = buckets.reducer.step <= self._options.warmup_steps
+            warming_up = self.reducer.step <= self._options.warmup_steps
 
         def finish_now() -> Any:
-            with tf.control_dependencies(buckets.update_where_submitted(token)), on_the_host():
+            with tf.control_dependencies(update.update_where_submitted(token)), on_the_host():
                 return tf.zeros_like(token)
 
         self._token.assign(tf.cond(warming_up, finish_now, lambda: tf.identity(token)))
 
-    def hold(self, buckets: Buckets) -> list[Any]:
+    def hold(self) -> list[Any]:
         """Read the sums that the next step will update with, and give them back; collective."""
-        if int(self._token.numpy()) == 0:
+        if not self.waits or int(self._token.numpy()) == 0:
             return []
-        tokens = [self._token.read_value()] * len(buckets.reducer.plan.buckets)
-        sums = [tf.identity(total) for total in buckets.reducer.collect_all(tokens)]
-        self.resume(buckets, sums)
+        tokens = [self._token.read_value()] * len(self.reducer.plan.buckets)
+        sums = [tf.identity(total) for total in self.reducer.collect_all(tokens)]
+        self._submit_again(sums)
         return sums
 
-    def resume(self, buckets: Buckets, sums: Sequence[Any]) -> None:
-        """Let the next step update with these sums; collective. Rank 0's count.
+    def resume(self, steps: int, sums: Sequence[Any]) -> None:
+        """Continue after this many steps, and update with these sums in the next one; collective."""
+        super().resume(steps, sums)
+        if sums:
+            self._submit_again(sums)
+            self.waits = True
+
+    def _submit_again(self, sums: Sequence[Any]) -> None:
+        """Let the next step update with these sums. Rank 0's count; collective.
 
         They are reduced once more: the other ranks add -0.0, which changes no bit of any number.
         """
-        if not sums:
-            return
-        first = buckets.reducer.rank == 0
-        variables = buckets.reducer.variables
-        mine = [_sum_of(v, total if first else None) for v, total in zip(variables, sums, strict=True)]
-        buckets.reducer.announce(tf.constant(1.0, tf.float64))
-        buckets.reducer.step.assign_sub(1)
-        tokens = buckets.reducer.submit(tf.constant(1.0, tf.float64), mine)
+        reducer = self.reducer
+        first = reducer.rank == 0
+        mine = [
+            _sum_of(v, total if first else None) for v, total in zip(reducer.variables, sums, strict=True)
+        ]
+        reducer.announce(tf.constant(1.0, tf.float64))
+        reducer.step.assign_sub(1)
+        tokens = reducer.submit(tf.constant(1.0, tf.float64), mine)
         with on_the_host():
             self._token.assign(tf.add_n(tokens))
 
@@ -282,15 +444,42 @@ class LocalOverlap(Overlap):
     The results differ from "none" (DaSGD: Zhou et al., 2020); local_rounds.py says what is reduced.
 
     Each rank's optimizer keeps its own state and its own `iterations`, which schedules follow. Nothing makes
-    them equal: all ranks take the same number of steps, which `OptimizerHook.complete_round` checks. A step
-    that only one rank skips, because its loss scale overflows, stays missing in that rank's `iterations`.
+    them equal: all ranks take the same number of steps, which `LocalRounds.complete` checks. A step that only
+    one rank skips, because its loss scale overflows, stays missing in that rank's `iterations`.
     """
 
     exact = reduces_gradients = False
+    to_readers = (
+        'hvpipe: callback %s may read weights between steps. With overlap="local" these are the rank\'s own, '
+        "and the model's methods refuse to read them within a round. Set reads_weights = False on it if it "
+        "reads none."
+    )
 
-    def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
-        super().__init__(options)
-        self.rounds = LocalRounds(options.rounds)
+    @classmethod
+    def rounds_from(
+        cls, name: str, every: int | None, learning_rate: float, momentum: float, warmup_steps: int
+    ) -> RoundOptions:
+        return round_options(every, learning_rate, momentum, warmup_steps)
+
+    @classmethod
+    def check_options(cls, nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:
+        check_local(nonfinite, verify_every, sync_batch_norm)
+
+    @classmethod
+    def check_train_on_batch(cls) -> None:
+        raise HvpipeError(
+            'overlap="local" needs fit: train_on_batch averages logs over ranks at every call. '
+            "Received: a call of train_on_batch"
+        )
+
+    @classmethod
+    def equal_slots(cls, optimizer: Any) -> list[Any]:
+        rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
+        return [v for v in optimizer.variables if v is rate]
+
+    @classmethod
+    def own_weights(cls, model: Any) -> list[Any]:
+        return list(model.trainable_variables)
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise HvpipeError if the optimizer averages weights (use_ema): each rank would average its own."""
@@ -299,6 +488,19 @@ class LocalOverlap(Overlap):
                 'overlap="local" needs an optimizer without use_ema: each rank would average its own '
                 f"weights. Received: an optimizer {optimizer.name} with use_ema=True"
             )
+
+    def reduce_options(self, options: ReduceOptions) -> ReduceOptions:
+        return replace(options, slices=False)  # differences of weights are dense
+
+    def attach(self, buckets: Buckets) -> None:
+        super().attach(buckets)
+        self.rounds = LocalRounds(self._options.rounds, buckets.reducer)
+
+    def apply(
+        self, gradients: Sequence[Any], variables: Sequence[Any], reduce_and_update: Callable[[], None]
+    ) -> None:
+        optimizer = self.buckets.update.optimizer
+        type(optimizer).apply(optimizer, gradients, variables)
 
 
 def parts_of(optimizer: Any) -> list[Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import learning_rate_variable
 from hvpipe.keras.variables import identity, name_of, native
 
@@ -36,6 +39,10 @@ class StepFindings:
     def trains(self, variables: Sequence[Any]) -> bool:
         """Return whether exactly these variables have a gradient."""
         return set(map(identity, self.trained)) == set(map(identity, variables))
+
+    def fit(self, variables: Sequence[Any]) -> bool:
+        """Return whether a plan for these variables fits the step."""
+        return not self.must_update_at_once and not self.dense_tables and self.trains(variables)
 
     def __str__(self) -> str:
         if self.update_is_hidden:
@@ -85,3 +92,90 @@ class UpdateInGraph:
         watched = [*self._found.trained, *(v for v in optimizer.variables if v is not rate)]
         used = tuple(name_of(v) for v in watched if id(native(v).handle) in touched)
         return replace(self._found, used_after_update=used)
+
+
+class GraphInspection:
+    """Finds out whether the graphs of steps fit the plan that they begin with.
+
+    Args:
+        update_is_last: Whether the update comes after the step's graph.
+    """
+
+    def __init__(self, update_is_last: bool) -> None:
+        self._update_is_last = update_is_last
+        self._graph: Any = None  # of the step
+        self._update: UpdateInGraph | None = None  # of the step
+        self._planned: tuple[Any, Sequence[Any]] = None, ()  # the optimizer and the variables of the plan
+        self._found: list[StepFindings] | None = None  # set while a step is traced without being run
+        self._ended_trace = False
+
+    def begin(self) -> None:
+        """Begin the graph of a step."""
+        self._graph, self._update = tf.compat.v1.get_default_graph(), None
+
+    def update_begins(
+        self, optimizer: Any, planned: Sequence[Any], trained: Sequence[Any], dense_tables: frozenset[int]
+    ) -> bool:
+        """Return whether the graph may update by the plan.
+
+        Args:
+            optimizer: The optimizer that updates.
+            planned: The variables of the plan.
+            trained: The variables that have a gradient.
+            dense_tables: As in StepFindings.
+        """
+        nested = tf.compat.v1.get_default_graph() is not self._graph
+        hidden = self._update_is_last and nested
+        self._update = UpdateInGraph(self._graph, trained, hidden, dense_tables)
+        self._planned = optimizer, planned
+        findings = self._update.findings(optimizer)
+        if findings.fit(planned):
+            return True
+        if nested:
+            # The user's tf.function would keep this graph, which has no update: end its trace.
+            if self._found is not None:
+                self._found.append(findings)
+                self._ended_trace = True
+            raise _misfit(findings)
+        return False
+
+    def update_ends(self) -> None:
+        """Note that whatever the graph gets from now on comes after the update."""
+        if self._update_is_last and self._update is not None:
+            self._update.ends()
+
+    def end(self) -> None:
+        """End the graph. Raises HvpipeError if the plan does not fit, unless the graph is only inspected."""
+        update, self._graph, self._update = self._update, None, None
+        if update is None:
+            return
+        optimizer, planned = self._planned
+        findings = update.findings(optimizer)
+        if self._found is not None:
+            self._found.append(findings)
+        elif not findings.fit(planned):
+            raise _misfit(findings)
+
+    def inspect_trace(self, trace: Callable[[], None]) -> list[StepFindings]:
+        """Call `trace`, which traces steps without running them; return the findings about each graph."""
+        found: list[StepFindings] = []
+        self._found, self._ended_trace = found, False
+        try:
+            trace()
+        except Exception:
+            # `update_begins` may have ended the trace of a nested graph that must not be kept. AutoGraph
+            # replaces errors that pass through it, so their type does not tell.
+            if not self._ended_trace:
+                raise
+        finally:
+            self._found = None
+        return found
+
+
+def _misfit(findings: StepFindings) -> HvpipeError:
+    return HvpipeError(
+        "hvpipe plans a step from its graph before the step runs. This graph was traced while it ran (by a "
+        "custom make_train_function, or in another device scope than before), and does not fit the plan. "
+        'Use overlap="backward", which needs no plan beforehand. '
+        f"Received: {findings}"
+    )

@@ -23,7 +23,7 @@ from hvpipe.keras.data_parallel.compressed_reduce import check_compressible
 from hvpipe.keras.data_parallel.elastic import Elastic
 from hvpipe.keras.data_parallel.nonfinite import guarded_alone
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook, applied_outside
-from hvpipe.keras.data_parallel.overlap import BackwardOverlap, Overlap, OverlapOptions
+from hvpipe.keras.data_parallel.overlap import Overlap, OverlapOptions
 from hvpipe.keras.data_parallel.samples import SampleCounter, SamplesIn
 from hvpipe.keras.data_parallel.shards import batch_of, fingerprint_of
 from hvpipe.keras.data_parallel.step_findings import StepFindings
@@ -87,8 +87,9 @@ class TrainSteps:
         self._overlap_options = overlap_options
         self._options = options
         self._hook: OptimizerHook | None = None
+        self.mode = Overlap()
+        """The mode of the hook; before the first step one that does nothing."""
         self._refusing: Any = None  # the optimizer that refuses updates until the first step hooks it
-        self._pending = False  # whether updates wait for the next step
         self.between_steps = threading.RLock()
         """Held by a step, and by whoever finishes its update; another thread may read weights in `fit`."""
         # To continue from: sums, steps, the state of rounds and of compression.
@@ -116,25 +117,32 @@ class TrainSteps:
             self._fingerprint = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_batch")
 
     def flush(self) -> None:
-        """Run the updates that wait for the next step. Not collective: the gradients have been sent.
+        """Run the update that waits for the next step. Not collective: the gradients have been sent.
 
         Raises:
             HvpipeError: If the ranks' weights may differ, in a round of "local".
         """
-        if self._hook is not None:
-            self._hook.check_readable()
-        self._run_pending()
+        self.mode.rounds.check_readable()
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self.mode.waits:  # nor in a step: its data may come from code that uses the model
+            return
+        with self.between_steps:
+            if self.elastic is not None:
+                self.elastic.flush(self.mode.finish)
+            else:
+                self.mode.finish()
 
     def finish_update(self) -> None:
         """Run the update that "step" leaves to the next step, before something that it depends on changes."""
-        if self.overlap.updates_in_next_step:
-            self.flush()
+        if self.mode.owes_update:
+            self._finish()
 
     def complete(self) -> None:
         """Flush, and let all ranks have equal weights; collective."""
-        if self._hook is not None:
-            self._hook.complete_round(self.train_counter.total)
-        self.flush()
+        self.mode.rounds.complete(self.train_counter.total)
+        self._finish()
         self._look_for_nonfinite()
 
     def _look_for_nonfinite(self) -> None:
@@ -142,20 +150,6 @@ class TrainSteps:
         if self._hook is not None:
             self._hook.look_for_nonfinite(self._steps_run)
             self._hook.tell_of_nonfinite()
-
-    def _run_pending(self) -> None:
-        if self.elastic is not None:
-            self.elastic.flush(self._flush)
-        else:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._pending:  # nor in a step: its data may come from code that uses the model
-            return
-        with self.between_steps:
-            pending, self._pending = self._pending, False
-            if pending and self._hook is not None:
-                self._hook.flush()
 
     def hold(self) -> tuple[list[Any], int]:
         """Finish the step as far as it changes no result, between two steps; collective.
@@ -165,23 +159,15 @@ class TrainSteps:
         """
         if self._hook is None:
             return [], 0
-        if self.elastic is not None:
-            self.flush()
-        sums: list[Any] = []
+        self.finish_update()
         with self.between_steps:
-            if self._pending:
-                sums = self._hook.hold()
-                self._pending = bool(sums)
+            sums = self.mode.hold()
         self._look_for_nonfinite()
-        return sums, self._hook.steps
-
-    def round_state(self) -> dict[str, Any]:
-        """Return the state of the rounds of "local" on this rank, by name, between two rounds."""
-        return {} if self._hook is None else self._hook.round_state()
+        return sums, int(self.mode.reducer.step.numpy())
 
     def compression_state(self) -> dict[str, Any]:
         """Return the variables of compression that a resumed training needs, by name."""
-        return {} if self._hook is None else self._hook.compression_state()
+        return {} if self._hook is None else self.mode.reducer.state()
 
     def resume(
         self,
@@ -201,19 +187,18 @@ class TrainSteps:
         if self._held is None or self._hook is None:
             return
         (sums, steps, round_state, compression), self._held = self._held, None
-        self._hook.resume(sums, steps)
-        self._hook.resume_round(round_state, self.train_counter.total)
-        for name, variable in self._hook.compression_state().items():
+        self.mode.resume(steps, sums)
+        self.mode.rounds.resume(round_state, self.train_counter.total)
+        for name, variable in self.mode.reducer.state().items():
             if name in compression and compression[name].shape == tuple(variable.shape):
                 variable.assign(compression[name])
         self._steps_run = steps
         self._steps_before = steps - self._steps_seen
-        self._pending = self._pending or bool(sums)
 
     def unhook(self) -> None:
         """Run pending updates, forget a round of "local", and restore the optimizer's own methods."""
         self._end_refusal()
-        self._run_pending()
+        self._finish()
         if self._hook is not None:
             self._hook.unhook()
         self._end_guard()
@@ -244,44 +229,6 @@ class TrainSteps:
         self._guarded = None
 
     # --- The loss of ranks --------------------------------------------------------------------------------
-
-    @property
-    def between_rounds(self) -> bool:
-        """Whether all ranks have just exchanged a record: always, except within a round of "local"."""
-        return self._hook is None or self._hook.between_rounds
-
-    @property
-    def waits(self) -> bool:
-        """Whether an update waits for the next step."""
-        return self._pending and self.overlap.defers
-
-    @waits.setter
-    def waits(self, value: bool) -> None:
-        self._pending = value
-
-    @property
-    def updates_piecewise(self) -> bool:
-        """Whether an update may be half applied when a rank is lost."""
-        return self.overlap.updates_in_next_step and not self._is_eager
-
-    @property
-    def _is_eager(self) -> bool:
-        return bool(self.model.run_eagerly or tf.config.functions_run_eagerly())
-
-    def updates(self) -> Any:
-        """Return how many deferred updates are complete (scalar); None if none is left to the next step."""
-        return None if self._hook is None else self._hook.updates()
-
-    def counting_variables(self) -> list[Any]:
-        """Return the variables that count steps and samples."""
-        hook = self._hook
-        return [self.train_counter.variable, *([] if hook is None else [hook.step_counter])]
-
-    def forget_under_way(self) -> None:
-        """Forget the gradients that are under way, which are lost with a rank."""
-        self._pending = False
-        if self._hook is not None:
-            self._hook.forget_under_way()
 
     def count_from(self, done: int) -> None:
         """Go on after this many steps: a rank that failed in the last of them has not counted it."""
@@ -339,9 +286,11 @@ class TrainSteps:
                 )
             self._resume_held()  # only now is the plan certain
             assert self._hook is not None
-            self._hook.begin_steps(self.train_counter.total)
-            logs = self._run(function, iterator)
-            self._hook.end_steps(int(self.model.steps_per_execution), self.train_counter.total)
+            rounds = self.mode.rounds
+            rounds.begin_steps(self.train_counter.total)
+            with self.between_steps:
+                logs = self._run_locked(function, iterator)
+            rounds.end_steps(int(self.model.steps_per_execution), self.train_counter.total)
             self._steps_seen += 1
             if self._steps_seen == 1:
                 self._warn_of_equal_batches()
@@ -381,38 +330,33 @@ class TrainSteps:
         self._guarded = self.model.optimizer
         return guarded_alone(self._options.nonfinite, self.model, inner, self.session)
 
-    def _run(self, function: Callable[..., Any], iterator: Any) -> Any:
-        """Call the train function, which runs pending updates first, and return the logs.
+    def _run_locked(self, function: Callable[..., Any], iterator: Any) -> Any:
+        """Call the train function, which runs a waiting update first, and return the logs.
 
         If it fails in a step that this rank can neither complete nor repeat, all ranks end with an error.
         """
-        with self.between_steps:
-            return self._run_alone(function, iterator)
-
-    def _run_alone(self, function: Callable[..., Any], iterator: Any) -> Any:
-        begun, waited = self.session.engine.steps_begun(), self._pending
-        self._pending = False
+        mode, begun = self.mode, self.session.engine.steps_begun()
+        waited, mode.waits = mode.waits, False
         try:
             logs = function(iter(iterator) if isinstance(iterator, list) else iterator)
         except Exception as error:
-            self._pending = waited
+            mode.waits = waited
             if not isinstance(error, (StopIteration, tf.errors.OutOfRangeError)):
                 # TensorFlow cancels what else the graph was doing, such as the updates of the step before.
-                updating = waited and self.overlap.defers
-                if updating or self.session.engine.steps_begun() > begun:
+                if waited or self.session.engine.steps_begun() > begun:
                     self.session.engine.fail_in_step(f"{type(error).__name__}: {error}")
             raise
         except BaseException:
-            self._pending = True  # Ctrl-C, which Python raises once the graph has run
+            mode.ran()  # Ctrl-C, which Python raises once the graph has run
             raise
-        self._pending = True
+        mode.ran()
         if self.elastic is not None:
             self.elastic.ran()
         self._steps_run += int(self.model.steps_per_execution)
         # The call has updated with the gradients of the step before, if that is left to the next step. Now,
         # because another thread may run this step's update next.
         assert self._hook is not None
-        self._hook.look_for_nonfinite(self._steps_run - (1 if self.overlap.defers else 0))
+        self._hook.look_for_nonfinite(self._steps_run - int(mode.waits))
         return logs
 
     def _timed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -468,20 +412,21 @@ class TrainSteps:
         """Compress from the first step after the warm-up on: with other buckets, so in a new graph."""
         if self._hook is None or self._compression is None or self._compresses or self._warms_up():
             return
-        steps = self._hook.steps
+        steps = int(self.mode.reducer.step.numpy())
         self._hook_optimizer(self._hook.variables)
-        self._hook.resume((), steps)
+        self.mode.resume(steps, ())
         self._times_prepared += 1
 
     def _plan(self, ahead: TraceAhead, iterator: Any) -> bool:
         """Trace the call's step. If its graph does not fit the plan, plan anew and return False."""
         hook = self._hook
         assert hook is not None
-        misfit = next((f for f in hook.inspect_trace(lambda: ahead.trace(iterator)) if not hook.fits(f)), None)
+        found = self.mode.inspect_trace(lambda: ahead.trace(iterator))
+        misfit = next((each for each in found if not each.fit(hook.variables)), None)
         if misfit is None:
             return True
-        if self.overlap.updates_in_next_step and misfit.must_update_at_once:
-            self.overlap = BackwardOverlap
+        if misfit.must_update_at_once:
+            self.overlap = self.overlap.within_step()
             self._warn_of_early_use(misfit)
         self._dense_tables |= misfit.dense_tables
         # The same variables keep their order: the buckets depend on it, and with them the last bits.
@@ -497,7 +442,7 @@ class TrainSteps:
 
     def _hook_optimizer(self, variables: Sequence[Any]) -> None:
         """Hook the model's optimizer for variables that are expected to have gradients."""
-        self._run_pending()
+        self._finish()
         self._look_for_nonfinite()
         self._end_refusal()
         if self._hook is not None:
@@ -507,28 +452,19 @@ class TrainSteps:
                 "Training needs at least one trainable variable. "
                 f"Received: model {self.model.name} without any"
             )
-        self._check_rounds()
         # Eager steps have no graph to move an update into. The weights are the same.
-        overlap = BackwardOverlap if self._is_eager and self.overlap.updates_in_next_step else self.overlap
+        eager = bool(self.model.run_eagerly or tf.config.functions_run_eagerly())
+        mode = (self.overlap.within_step() if eager else self.overlap)(self._overlap_options)
         check_compressible(self.model.optimizer, self._options.compression)
         self._compresses = self._compression is not None and not self._warms_up()
         exact = self._compression is not None and not self._compresses
         compression = None if exact else self._options.compression
         tables = tables_of(self.model) - self._dense_tables
         options = replace(self._options, tables=tables, compression=compression)
-        self._hook = OptimizerHook(
-            self.session, self.model.optimizer, variables, overlap(self._overlap_options), options
-        )
+        self._hook = OptimizerHook(self.session, self.model.optimizer, variables, mode, options)
+        mode.rounds.check_length(int(self.model.steps_per_execution))
         self._hook.hook()
-
-    def _check_rounds(self) -> None:
-        """Raise HvpipeError if a round of "local" would end within a call of the train function."""
-        every, steps = self._overlap_options.rounds.every, int(self.model.steps_per_execution)
-        if not self.overlap.reduces_gradients and every % steps:
-            raise HvpipeError(
-                "every should be a multiple of steps_per_execution. "
-                f"Received: every={every} with steps_per_execution={steps}"
-            )
+        self.mode = mode
 
     def _warn_of_early_use(self, findings: StepFindings) -> None:
         if self.session.world.rank == 0:
