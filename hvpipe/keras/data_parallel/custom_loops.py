@@ -32,7 +32,8 @@ from hvpipe.keras.data_parallel.compressed_reduce import (
     make_reducer,
 )
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
-from hvpipe.keras.data_parallel.overlap import BackwardOverlap, OverlapOptions
+from hvpipe.keras.data_parallel.overlap import OverlapOptions
+from hvpipe.keras.data_parallel.overlap_modes import BackwardOverlap
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.training_alone import note_averaged

@@ -11,81 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer
+from hvpipe.keras.compat import learning_rate_variable
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions
+from hvpipe.keras.data_parallel.overlap import Buckets, Overlap, RoundOptions, Rounds
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.variables import native
 from hvpipe.log import logger
 
 Tensors = list[Any]  # one for each variable of the plan
-
-
-@dataclass(frozen=True)
-class RoundOptions:
-    """How long rounds are, and what the outer step does.
-
-    Args:
-        every: Steps of a round.
-        learning_rate: Of the outer step.
-        momentum: Nesterov momentum of the outer step.
-        waiting_steps: Rounds that end within so many steps wait for their average.
-    """
-
-    every: int = 1
-    learning_rate: float = 1.0
-    momentum: float = 0.0
-    waiting_steps: int = 0
-
-
-def check_no_rounds(overlap: str, every: int | None, learning_rate: float, momentum: float) -> None:
-    """Raise HvpipeError for arguments of rounds in a mode that has none."""
-    if every is not None or (learning_rate, momentum) != (1.0, 0.0):
-        raise HvpipeError(
-            'every, outer_learning_rate and outer_momentum are for overlap="local". Received: '
-            f"every={every}, outer_learning_rate={learning_rate} and outer_momentum={momentum} with "
-            f"overlap={overlap!r}"
-        )
-
-
-def round_options(
-    every: int | None, learning_rate: float, momentum: float, warmup_steps: int
-) -> RoundOptions:
-    """Return the rounds of "local". Raises HvpipeError for wrong arguments."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise HvpipeError(
-            f'overlap="local" needs every, the steps of a round, at least 1. Received: every={every!r}'
-        )
-    if not 0 < learning_rate < math.inf:
-        raise HvpipeError(
-            f"outer_learning_rate should be positive. Received: outer_learning_rate={learning_rate}"
-        )
-    if not 0 <= momentum < 1:
-        raise HvpipeError(f"outer_momentum should be from 0 to below 1. Received: outer_momentum={momentum}")
-    return RoundOptions(every, learning_rate, momentum, warmup_steps)
-
-
-def check_local(nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:
-    """Raise HvpipeError for options that look at gradients or weights of all ranks at every step."""
-    if nonfinite != "ignore":
-        raise HvpipeError(
-            'overlap="local" has no sum of gradients to look at: use nonfinite="ignore". '
-            f"Received: nonfinite={nonfinite!r}"
-        )
-    if verify_every:
-        raise HvpipeError(
-            'overlap="local" lets weights differ between steps: leave verify_every and HVPIPE_VERIFY out. '
-            f"Received: verify_every={verify_every}"
-        )
-    if sync_batch_norm:
-        raise HvpipeError(
-            'overlap="local" takes steps without communication. Received: sync_batch_norm=True, which '
-            "communicates in every layer"
-        )
 
 
 @dataclass(frozen=True)
@@ -101,38 +40,6 @@ class _UnderWay:
     difference: Tensors
     samples: float
     tokens: Sequence[Any]
-
-
-class Rounds:
-    """The rounds of a mode that reduces in every step: none, so nothing happens between steps."""
-
-    steps = 0
-    """The steps of this round so far."""
-
-    def check_length(self, steps: int) -> None:
-        """Raise HvpipeError if a round would end within `steps` that are taken together."""
-
-    def check_readable(self) -> None:
-        """Raise HvpipeError if the ranks' weights may differ."""
-
-    def begin_steps(self, counted: Callable[[], float]) -> None:
-        """Begin a round, if none has begun; `counted` returns the samples that this rank has trained on."""
-
-    def end_steps(self, steps: int, counted: Callable[[], float]) -> None:
-        """Count steps that have run, and end the round if it is complete; collective then."""
-
-    def complete(self, counted: Callable[[], float]) -> None:
-        """Let all ranks have equal weights; collective."""
-
-    def drop(self) -> None:
-        """Forget the round, and what is under way, which all ranks have sent. Weights stay as they are."""
-
-    def state(self) -> dict[str, Any]:
-        """Return this rank's tensors by name, between two rounds: what `resume` needs to go on alike."""
-        return {}
-
-    def resume(self, state: Mapping[str, Any], counted: Callable[[], float]) -> None:
-        """Go on from a `state`, with the weights of that moment; collective if a round was under way."""
 
 
 class LocalRounds(Rounds):
@@ -297,3 +204,104 @@ class LocalRounds(Rounds):
 def _constrained(variable: Any, value: Any) -> Any:
     constraint = getattr(variable, "constraint", None)
     return value if constraint is None else constraint(value)
+
+
+class LocalOverlap(Overlap):
+    """Reduce once in a round of steps, "local": each rank updates with its own gradients.
+
+    | step | step | step | step | correct | step | step | step | step | correct |
+                          reduce ...................        reduce ..............
+
+    The results differ from "none" (DaSGD: Zhou et al., 2020).
+
+    Each rank's optimizer keeps its own state and its own `iterations`, which schedules follow. Nothing makes
+    them equal: all ranks take the same number of steps, which `LocalRounds.complete` checks. A step that only
+    one rank skips, because its loss scale overflows, stays missing in that rank's `iterations`.
+    """
+
+    exact = reduces_gradients = False
+    to_readers = (
+        'hvpipe: callback %s may read weights between steps. With overlap="local" these are the rank\'s own, '
+        "and the model's methods refuse to read them within a round. Set reads_weights = False on it if it "
+        "reads none."
+    )
+
+    @classmethod
+    def rounds_from(
+        cls, name: str, every: int | None, learning_rate: float, momentum: float, warmup_steps: int
+    ) -> RoundOptions:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise HvpipeError(
+                f'overlap="local" needs every, the steps of a round, at least 1. Received: every={every!r}'
+            )
+        if not 0 < learning_rate < math.inf:
+            raise HvpipeError(
+                f"outer_learning_rate should be positive. Received: outer_learning_rate={learning_rate}"
+            )
+        if not 0 <= momentum < 1:
+            raise HvpipeError(
+                f"outer_momentum should be from 0 to below 1. Received: outer_momentum={momentum}"
+            )
+        return RoundOptions(every, learning_rate, momentum, warmup_steps)
+
+    @classmethod
+    def check_options(cls, nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:
+        """Raise HvpipeError for options that look at gradients or weights of all ranks at every step."""
+        if nonfinite != "ignore":
+            raise HvpipeError(
+                'overlap="local" has no sum of gradients to look at: use nonfinite="ignore". '
+                f"Received: nonfinite={nonfinite!r}"
+            )
+        if verify_every:
+            raise HvpipeError(
+                'overlap="local" lets weights differ between steps: leave verify_every and HVPIPE_VERIFY '
+                f"out. Received: verify_every={verify_every}"
+            )
+        if sync_batch_norm:
+            raise HvpipeError(
+                'overlap="local" takes steps without communication. Received: sync_batch_norm=True, which '
+                "communicates in every layer"
+            )
+
+    @classmethod
+    def check_train_on_batch(cls) -> None:
+        raise HvpipeError(
+            'overlap="local" needs fit: train_on_batch averages logs over ranks at every call. '
+            "Received: a call of train_on_batch"
+        )
+
+    @classmethod
+    def equal_slots(cls, optimizer: Any) -> list[Any]:
+        rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
+        return [v for v in optimizer.variables if v is rate]
+
+    @classmethod
+    def own_weights(cls, model: Any) -> list[Any]:
+        return list(model.trainable_variables)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise HvpipeError if the optimizer averages weights (use_ema): each rank would average its own."""
+        if any(part.use_ema for part in parts_of(optimizer)):
+            raise HvpipeError(
+                'overlap="local" needs an optimizer without use_ema: each rank would average its own '
+                f"weights. Received: an optimizer {optimizer.name} with use_ema=True"
+            )
+
+    def reduce_options(self, options: ReduceOptions) -> ReduceOptions:
+        return replace(options, slices=False)  # differences of weights are dense
+
+    def attach(self, buckets: Buckets) -> None:
+        super().attach(buckets)
+        self.rounds = LocalRounds(self._options.rounds, buckets.reducer)
+
+    def apply(
+        self, gradients: Sequence[Any], variables: Sequence[Any], reduce_and_update: Callable[[], None]
+    ) -> None:
+        optimizer = self.buckets.update.optimizer
+        type(optimizer).apply(optimizer, gradients, variables)
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers inside a MultiOptimizer, or the optimizer itself, without its loss scale."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "optimizers", [inner]))

@@ -33,10 +33,12 @@ from hvpipe.keras.compat import (
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
 from hvpipe.keras.data_parallel.compressed_reduce import check_gradient_compression
 from hvpipe.keras.data_parallel.copies import forget_copies, keep_in_copies
-from hvpipe.keras.data_parallel.elastic import check_elastic
+from hvpipe.keras.data_parallel.elastic import Elastic, check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
+from hvpipe.keras.data_parallel.local_rounds import parts_of
 from hvpipe.keras.data_parallel.nonfinite import chosen_policy
-from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named, parts_of
+from hvpipe.keras.data_parallel.overlap import OverlapOptions
+from hvpipe.keras.data_parallel.overlap_modes import overlap_named
 from hvpipe.keras.data_parallel.samples import SamplesIn
 from hvpipe.keras.data_parallel.shards import cut_to_the_shortest, sharded_anew, source_of
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
@@ -212,7 +214,11 @@ def data_parallel(
     steps = TrainSteps(
         session, model, methods, mode, overlap_options, options, counting, verify_every, sync_batch_norm
     )
-    DataParallel(model, methods, steps).attach()
+    elastic = None
+    if session.settings.elastic and session.world.size > 1:
+        elastic = Elastic(session, model, steps.updates, steps.untrained, steps.train_counter)
+        steps.around = elastic.around
+    DataParallel(model, methods, steps, elastic).attach()
     keep_in_copies(model, again)
     return model
 
@@ -224,12 +230,17 @@ class DataParallel:
         model: The model.
         methods: The model's own methods.
         steps: The model's steps on all ranks.
+        elastic: Lets them survive the loss of ranks; None if that was not asked for.
     """
 
-    def __init__(self, model: Any, methods: InstanceMethods, steps: TrainSteps) -> None:
+    def __init__(
+        self, model: Any, methods: InstanceMethods, steps: TrainSteps, elastic: Elastic | None
+    ) -> None:
         self.session: Session = steps.session
         self.model = model
         self.steps = steps
+        self.updates = steps.updates
+        self.elastic = elastic
         self.fit_call = FitCall()
         """The `fit` that runs."""
         self._methods = methods
@@ -266,7 +277,7 @@ class DataParallel:
             self._methods.replace(name, functools.partial(self._flush_first, name))
         self.model.train_function = None
         self.model.test_function = None
-        self.steps.refuse_outside()
+        self.updates.refuse_outside()
 
     def detach(self) -> None:
         """Restore the model's own methods."""
@@ -287,18 +298,18 @@ class DataParallel:
         Before the first step there is nothing to synchronise. After `train_on_batch`, BatchNormalization's
         statistics may differ between ranks, so combine them.
         """
-        model, steps = self.model, self.steps
-        steps.complete()
-        steps.compares_next = True
+        model, updates = self.model, self.updates
+        updates.complete()
+        self.steps.compares_next = True
         self._set = False
-        checksum = self._checksum() if steps.ready else 0.0
+        checksum = self._checksum() if updates.ready else 0.0
         # The epoch is what BackupAndRestore found on rank 0, for example.
-        row = np.array([[float(steps.ready), checksum, float(initial_epoch(model))]])
+        row = np.array([[float(updates.ready), checksum, float(initial_epoch(model))]])
         self.session.engine.agree("start of fit")
         ready, weights, epochs = self.session.engine.allgather(row).T
         set_initial_epoch(model, int(epochs[0]))
-        steps.ready = bool(ready.all())
-        if not steps.ready or self._take_rank_0s(weights, "at the start of fit"):
+        updates.ready = bool(ready.all())
+        if not updates.ready or self._take_rank_0s(weights, "at the start of fit"):
             return
         self._combine(self._samples_before_fit or 1.0)
 
@@ -318,9 +329,9 @@ class DataParallel:
 
     def _take_rank_0s_if_set(self, anywhere: Sequence[float], when: str) -> None:
         self._set = False
-        if not any(anywhere) or not self.steps.ready:
+        if not any(anywhere) or not self.updates.ready:
             return
-        self.steps.flush()
+        self.updates.flush()
         self._take_rank_0s(self.session.engine.agree(f"weights {when}", self._checksum()), when)
 
     def _combine(self, weight: float) -> None:
@@ -346,13 +357,13 @@ class DataParallel:
         own = {name: value for name, value in (logs or {}).items() if not name.startswith("val_")}
         averaged = self.session.run_section(functools.partial(self._average, epoch, own))
         self.steps.train_counter.restart()
-        if self.steps.elastic is not None:
-            self.steps.elastic.data.ended = False
+        if self.elastic is not None:
+            self.elastic.data.ended = False
         if logs:
             logs.update(averaged)
 
     def _average(self, epoch: int, logs: Mapping[str, Any]) -> dict[str, Any]:
-        self.steps.complete()
+        self.updates.complete()
         samples = self.steps.train_counter.since_restart()
         self.session.engine.agree(f"end of epoch {epoch + 1}")
         self._combine(samples)
@@ -368,11 +379,11 @@ class DataParallel:
 
     def equal_slots(self) -> list[Any]:
         """Return the optimizer's variables that are equal on all ranks."""
-        return self.steps.overlap.equal_slots(self.model.optimizer)
+        return self.updates.overlap.equal_slots(self.model.optimizer)
 
     def own_weights(self) -> list[Any]:
         """Return the weights that may differ between ranks at the end of a step."""
-        return [*self.statistics(), *self.steps.overlap.own_weights(self.model)]
+        return [*self.statistics(), *self.updates.overlap.own_weights(self.model)]
 
     # --- The model's methods ------------------------------------------------------------------------------
 
@@ -397,7 +408,7 @@ class DataParallel:
         except BaseException:
             # The last step is complete, unless it is the one that failed: its gradients are under way.
             with contextlib.suppress(Exception):
-                self.steps.flush()
+                self.updates.flush()
             raise
         finally:
             self.fit_call = FitCall()  # whose data and callbacks may be large
@@ -405,7 +416,7 @@ class DataParallel:
     @contextlib.contextmanager
     def _elastic_epochs(self) -> Iterator[None]:
         """Let an epoch of shared data get longer if ranks are lost."""
-        elastic = self.steps.elastic
+        elastic = self.elastic
         if elastic is None:
             yield
             return
@@ -448,7 +459,7 @@ class DataParallel:
         listed = with_one_writer(self.session, in_order(tf.nest.flatten(listed) if listed else []))
         for callback in listed:
             if hasattr(callback, "finish_update"):  # it changes the learning rate at batches
-                callback.finish_update = self.steps.finish_update
+                callback.finish_update = self.updates.finish_update
         self.fit_call = replace(self.fit_call, callbacks=tuple(listed))
         first = self._first_callback(listed)
         last: list[Any] = [
@@ -469,12 +480,12 @@ class DataParallel:
 
     def _first_callback(self, callbacks: list[Any]) -> FinishAtEpochEnd:
         readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]
-        overlap = self.steps.overlap
+        overlap = self.updates.overlap
         if readers and overlap.to_readers and self.session.world.rank == 0:
             logger.warning(overlap.to_readers, ", ".join(readers))
         if not readers or not overlap.defers:
-            return FinishAtEpochEnd(self.steps.flush, self.end_epoch)
-        return FinishAtEveryBatch(self.steps.flush, self.end_epoch)
+            return FinishAtEpochEnd(self.updates.flush, self.end_epoch)
+        return FinishAtEveryBatch(self.updates.flush, self.end_epoch)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         refuse_alone(self.model, "evaluate")
@@ -497,7 +508,7 @@ class DataParallel:
 
     def _section(self, call: Callable[[], Any]) -> Any:
         """Run a part of `evaluate`, as one of the `fit` that runs, else of this model's last `fit`."""
-        elastic, run = self.steps.elastic, self.session.run_section
+        elastic, run = self.elastic, self.session.run_section
         if run is run_directly and elastic is not None and elastic.has_fitted:
             run = elastic.section
         return run(call)
@@ -519,9 +530,9 @@ class DataParallel:
         return averaged, all(each in (0, self.session.world.size) for each in sizes)
 
     def _begin_evaluate(self) -> None:
-        self.steps.complete()
+        self.updates.complete()
         what = "start of evaluate"
-        if self.steps.ready:
+        if self.updates.ready:
             anywhere = self.session.engine.agree(what, float(self._set))
             self._take_rank_0s_if_set(anywhere, f"at the {what}")
             self._combine(self.steps.train_counter.since_restart() or 1.0)
@@ -530,15 +541,15 @@ class DataParallel:
             broadcast_model(self.model)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self.steps.overlap.check_train_on_batch()
+        self.updates.overlap.check_train_on_batch()
         refuse_alone(self.model, "train_on_batch")
-        self._set = self._set and self.steps.ready  # the first step takes rank 0's weights anyway
+        self._set = self._set and self.updates.ready  # the first step takes rank 0's weights anyway
         before = self.steps.train_counter.total()
         own, return_dict, given = self._named("train_on_batch", args, kwargs)
         logs = dict(own(**given, return_dict=True))
-        if self.steps.mode.owes_update:
+        if self.updates.mode.owes_update:
             # The caller may next set the learning rate, read a layer or call the model.
-            self.steps.complete()
+            self.updates.complete()
         samples = self.steps.train_counter.total() - before
         what, means = "results of train_on_batch", means_in_logs(self.model)
         anywhere = average_logs(self.session, logs, samples, what, note=float(self._set), means=means)
@@ -553,17 +564,17 @@ class DataParallel:
         return own, wanted, given
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
-        self.steps.flush()
+        self.updates.flush()
         returned = self._methods.own("compile")(*args, **kwargs)
-        self.steps.refuse_outside()
+        self.updates.refuse_outside()
         return returned
 
     def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        lock = self.steps.between_steps
+        lock = self.updates.between_steps
         # A step may wait for this call: its data may come from code that uses the model.
         holds = name in _BETWEEN_STEPS and lock.acquire(timeout=_STEP_S)
         try:
-            self.steps.flush()
+            self.updates.flush()
             self._set = self._set or name in _SET
             returned = self._methods.own(name)(*args, **kwargs)
             if name in _SET:

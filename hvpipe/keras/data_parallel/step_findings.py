@@ -55,45 +55,6 @@ class StepFindings:
         return f"gradients of {len(self.trained)} variables: {', '.join(map(name_of, self.trained[:3]))} ..."
 
 
-class UpdateInGraph:
-    """Notes where the update is in a step's graph, and returns the findings once the graph is complete.
-
-    Args:
-        graph: The graph of the step.
-        trained: The variables that have a gradient.
-        hidden: Whether the update is in another graph inside the step's.
-        dense_tables: As in StepFindings.
-    """
-
-    def __init__(
-        self,
-        graph: Any,
-        trained: Sequence[Any],
-        hidden: bool,
-        dense_tables: frozenset[int] = frozenset(),
-    ) -> None:
-        self._graph = graph
-        self._found = StepFindings(tuple(trained), update_is_hidden=hidden, dense_tables=dense_tables)
-        self._operations_before: int | None = None
-
-    def ends(self) -> None:
-        """Note that whatever the graph gets from now on comes after the update."""
-        self._operations_before = len(self._graph.get_operations())
-
-    def findings(self, optimizer: Any) -> StepFindings:
-        """Return the findings of the complete graph; without `ends`, none about what follows the update."""
-        if self._operations_before is None or self._found.update_is_hidden:
-            return self._found
-        later = self._graph.get_operations()[self._operations_before :]
-        taken = {id(tensor) for operation in later for tensor in operation.inputs}
-        touched = {id(outside) for outside, inside in self._graph.captures if id(inside) in taken}
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        rate = learning_rate_variable(inner)  # no update changes it
-        watched = [*self._found.trained, *(v for v in optimizer.variables if v is not rate)]
-        used = tuple(name_of(v) for v in watched if id(native(v).handle) in touched)
-        return replace(self._found, used_after_update=used)
-
-
 class GraphInspection:
     """Finds out whether the graphs of steps fit the plan that they begin with.
 
@@ -104,8 +65,10 @@ class GraphInspection:
     def __init__(self, update_is_last: bool) -> None:
         self._update_is_last = update_is_last
         self._graph: Any = None  # of the step
-        self._update: UpdateInGraph | None = None  # of the step
-        self._planned: tuple[Any, Sequence[Any]] = None, ()  # the optimizer and the variables of the plan
+        self._optimizer: Any = None
+        self._planned: Sequence[Any] = ()  # the variables of the plan
+        self._update: StepFindings | None = None  # of the step so far
+        self._operations_before: int | None = None  # the end of the update
         self._found: list[StepFindings] | None = None  # set while a step is traced without being run
         self._ended_trace = False
 
@@ -126,38 +89,48 @@ class GraphInspection:
         """
         nested = tf.compat.v1.get_default_graph() is not self._graph
         hidden = self._update_is_last and nested
-        self._update = UpdateInGraph(self._graph, trained, hidden, dense_tables)
-        self._planned = optimizer, planned
-        findings = self._update.findings(optimizer)
-        if findings.fit(planned):
+        found = StepFindings(tuple(trained), update_is_hidden=hidden, dense_tables=dense_tables)
+        self._update, self._optimizer, self._planned = found, optimizer, planned
+        if found.fit(planned):
             return True
         if nested:
             # The user's tf.function would keep this graph, which has no update: end its trace.
             if self._found is not None:
-                self._found.append(findings)
+                self._found.append(found)
                 self._ended_trace = True
-            raise _misfit(findings)
+            raise _misfit(found)
         return False
 
     def update_ends(self) -> None:
         """Note that whatever the graph gets from now on comes after the update."""
-        if self._update_is_last and self._update is not None:
-            self._update.ends()
+        self._operations_before = len(self._graph.get_operations())
 
     def end(self) -> None:
         """End the graph. Raises HvpipeError if the plan does not fit, unless the graph is only inspected."""
-        update, self._graph, self._update = self._update, None, None
-        if update is None:
+        found, self._update = self._update, None
+        if found is None:
             return
-        optimizer, planned = self._planned
-        findings = update.findings(optimizer)
+        if self._update_is_last and not found.update_is_hidden:
+            found = replace(found, used_after_update=self._used_after_update(found.trained))
         if self._found is not None:
-            self._found.append(findings)
-        elif not findings.fit(planned):
-            raise _misfit(findings)
+            self._found.append(found)
+        elif not found.fit(self._planned):
+            raise _misfit(found)
+
+    def _used_after_update(self, trained: Sequence[Any]) -> tuple[str, ...]:
+        later = self._graph.get_operations()[self._operations_before :]
+        taken = {id(tensor) for operation in later for tensor in operation.inputs}
+        touched = {id(outside) for outside, inside in self._graph.captures if id(inside) in taken}
+        inner = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        rate = learning_rate_variable(inner)  # no update changes it
+        watched = [*trained, *(v for v in self._optimizer.variables if v is not rate)]
+        return tuple(name_of(v) for v in watched if id(native(v).handle) in touched)
 
     def inspect_trace(self, trace: Callable[[], None]) -> list[StepFindings]:
-        """Call `trace`, which traces steps without running them; return the findings about each graph."""
+        """Call `trace`, which traces steps without running them; return the findings about each graph.
+
+        If they do not fit, the graph must not run, because it lacks the update.
+        """
         found: list[StepFindings] = []
         self._found, self._ended_trace = found, False
         try:
