@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from hvpipe.keras.graph.stage_cuts import Stages
-from hvpipe.keras.pipeline.rank_program import RankProgram
 from hvpipe.keras.pipeline.tensor_channel import PendingTensor, TensorChannel
 from hvpipe.schedule.action import Action
+from hvpipe.schedule.program import RankProgram
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from typing import Any
 
 from hvpipe.keras.graph.stage_cuts import Stages, Wire
 from hvpipe.keras.pipeline.microbatches import MicrobatchInputs
-from hvpipe.keras.pipeline.rank_program import RankProgram
 from hvpipe.keras.pipeline.tensor_channel import PendingTensor, TensorChannel
 from hvpipe.schedule.action import Action
-from hvpipe.schedule.program import Message
+from hvpipe.schedule.program import Message, RankProgram
 
 
 class StageMessages:

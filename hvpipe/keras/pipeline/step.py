@@ -12,11 +12,10 @@ import tensorflow as tf
 from hvpipe.keras.graph.stage import StageFunctions
 from hvpipe.keras.graph.stage_cuts import Stages, Wire
 from hvpipe.keras.pipeline.microbatches import Batch, MicrobatchInputs
-from hvpipe.keras.pipeline.rank_program import RankProgram
 from hvpipe.keras.pipeline.stage_messages import StageMessages
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.schedule.action import Action
-from hvpipe.schedule.program import Receive, Send
+from hvpipe.schedule.program import RankProgram, Receive, Send
 
 Values = list[Any]
 Mode = Literal["train", "evaluate", "predict"]
@@ -117,7 +116,7 @@ class _StepRun:
         self._messages = StageMessages(step.stages, program, step.ranks, step.channel, self._inputs)
         self._saved: dict[tuple[int, int], Values] = {}  # for the backward, by stage and micro-batch
         self._saved_for_weights: dict[tuple[int, int], Values] = {}  # from I to W
-        last_actions = [s.stage for s in program.program if isinstance(s, Action) and s.kind in "BW"]
+        last_actions = [s.stage for s in program.steps if isinstance(s, Action) and s.kind in "BW"]
         self._backwards_left = {stage: last_actions.count(stage) for stage in step.functions}
         self._complete: list[int] = []  # stages with complete gradients, not reported yet
         self._accumulating: set[int] = set()  # stages whose accumulators hold a gradient of this step
@@ -126,7 +125,7 @@ class _StepRun:
         self.moved_by: Callable[[int, int], AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def run(self) -> StepResult:
-        for step in self._program.program:
+        for step in self._program.steps:
             if isinstance(step, Receive):
                 self._messages.receive(step.message)
             elif isinstance(step, Send):
