@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hvpipe.keras.graph.stage_cuts import Stages
-from hvpipe.keras.pipeline.tensor_channel import PendingTensor, TensorChannel
+from hvpipe.keras.pipeline.context import PipelineContext
+from hvpipe.keras.pipeline.tensor_channel import PendingTensor
 from hvpipe.schedule.action import Action
 from hvpipe.schedule.program import RankProgram
 
@@ -40,16 +40,9 @@ class MicrobatchInputs:
     """
 
     def __init__(
-        self,
-        stages: Stages,
-        program: RankProgram,
-        ranks: Sequence[int],
-        channel: TensorChannel,
-        batch: Batch,
-        *,
-        with_targets: bool,
+        self, context: PipelineContext, program: RankProgram, batch: Batch, *, with_targets: bool
     ) -> None:
-        """`ranks[k]` is the world rank that runs rank k of the schedule."""
+        stages, ranks, channel = context.layout.stages, context.layout.ranks, context.channel
         self.slices = split_batch(batch.samples, program.microbatches)
         self._values: dict[tuple[int, int], list[PendingTensor] | list[Any]] = {}  # by stage, micro-batch
         rank_of = program.schedule.rank_of

@@ -71,9 +71,6 @@ class RankDriver:
             for stage in layout.stages_of(context.rank)
         }
         self._entries = self._entry_counter() if with_loss else None
-        self._step = PipelineStep(
-            layout.stages, self.functions, layout.ranks, context.channel, context.session.engine.recorded
-        )
         self._update: PipelineUpdate | None = None
         self._state: StepState | None = None
         self._trained = _TrainedSamples()
@@ -124,9 +121,12 @@ class RankDriver:
         with ending_all(context.session):
             update.begin(program.stages)
             state.begin(program.microbatches)
-            result = self._step.train(
-                program, batch, self._observe, update.stage_done, update.loss_scale, state.moved_by
-            )
+            result = PipelineStep(
+                *(context, self.functions, program, batch, "train", self._observe),
+                stage_done=update.stage_done,
+                loss_scale=update.loss_scale,
+                moved_by=state.moved_by,
+            ).run()
             state.finish()
         with engine.recorded("update", "weights of this rank"), ending_all(context.session, but=HvpipeError):
             update.apply()
@@ -144,7 +144,8 @@ class RankDriver:
         context.shared.combine_state()
         program = context.layout.program(batch.samples, context.rank, False)
         with ending_all(context.session):
-            result = self._step.evaluate(program, batch, self._observe)
+            step = PipelineStep(context, self.functions, program, batch, "evaluate", self._observe)
+            result = step.run()
         context.channel.finish()
         return result
 
@@ -155,7 +156,7 @@ class RankDriver:
         context.shared.combine_state()
         program = context.layout.program(batch.samples, context.rank, False)
         with ending_all(context.session):
-            result = self._step.predict(program, batch)
+            result = PipelineStep(context, self.functions, program, batch, "predict").run()
         context.channel.finish()
         mine = {i: [np.asarray(value) for value in values] for i, values in result.outputs.items()}
         everyone: dict[int, list[Any]] = {}
