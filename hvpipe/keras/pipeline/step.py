@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import tensorflow as tf
 
 from hvpipe.keras.graph.stage import StageFunctions
 from hvpipe.keras.graph.stage_cuts import Wire
 from hvpipe.keras.pipeline.context import PipelineContext
-from hvpipe.keras.pipeline.microbatches import Batch, MicrobatchInputs
+from hvpipe.keras.pipeline.microbatches import Batch, split_batch
 from hvpipe.keras.pipeline.tensor_channel import PendingTensor
 from hvpipe.schedule.action import Action
 from hvpipe.schedule.program import Message, RankProgram, Receive, Send
@@ -73,7 +74,8 @@ class PipelineStep:
             context.channel,
         )
         self._recorded = context.session.engine.recorded
-        self._inputs = MicrobatchInputs(context, program, self.batch, with_targets=self.mode != "predict")
+        self._slices = split_batch(self.batch.samples, program.microbatches)
+        self._inputs: dict[tuple[int, int], list[PendingTensor] | Values] = {}  # by stage and micro-batch
         self._local: dict[tuple[Action, Action], Values] = {}  # results, by producer and consumer
         self._to_send: dict[tuple[Action, int], Values] = {}  # by producer and the consumer's stage
         self._pending: dict[Message, list[PendingTensor]] = {}
@@ -88,6 +90,7 @@ class PipelineStep:
 
     def run(self) -> StepResult:
         """Run the step, and return loss, samples and outputs of this rank."""
+        self._post_inputs()
         for step in self.program.steps:
             if isinstance(step, Receive):
                 self._receive(step.message)
@@ -105,6 +108,49 @@ class PipelineStep:
         while self._complete:
             self.stage_done(self._complete.pop())
 
+    # The model's inputs and targets ------------------------------------------------------------------------
+
+    def _post_inputs(self) -> None:
+        """Post all sends and receives of inputs and targets, without waiting.
+
+        The rank that runs micro-batch 0 of the first stage sends them to all other ranks that read any of
+        them; only its batch counts.
+        """
+        batch, program, ranks = self.batch, self.program, self._ranks
+        rank_of = program.schedule.rank_of
+        root = rank_of(Action("F", 0, 0))
+        for stage, cut in enumerate(self._stages.cuts):
+            is_last = stage == len(self._stages.cuts) - 1
+            indices = [self._stages.graph.inputs.index(number) for number in cut.inputs]
+            whole = [batch.inputs[index] for index in indices]
+            whole += batch.targets if is_last and self.mode != "predict" else ()
+            if not whole:
+                continue
+            sends = any(rank_of(Action("F", i, stage)) != root for i in range(program.microbatches))
+            # What is sent is cut on the host, where messages are.
+            on_host = [np.asarray(x) for x in whole] if program.rank == root and sends else []
+            for i, part in enumerate(self._slices):
+                owner = rank_of(Action("F", i, stage))
+                what = f"micro-batch {i} of the batch for stage {stage}"
+                if owner == program.rank == root:
+                    self._inputs[stage, i] = [x[part] for x in whole]
+                elif program.rank == root:
+                    for x in on_host:
+                        self._channel.send(ranks[owner], x[part], x.dtype, None, what, on_host=True)
+                elif owner == program.rank:
+                    self._inputs[stage, i] = [
+                        self._channel.receive(ranks[root], x.dtype, None, what, on_host=True) for x in whole
+                    ]
+
+    def _samples(self, i: int) -> int:
+        """Return the samples of micro-batch `i`."""
+        return int(self._slices[i].stop - self._slices[i].start)
+
+    def _take_inputs(self, stage: int, i: int) -> Values:
+        """Wait for a stage's inputs and targets of micro-batch `i`, and return them."""
+        found = self._inputs.pop((stage, i), [])
+        return [x.wait() if isinstance(x, PendingTensor) else x for x in found]
+
     # Forward ----------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
@@ -113,7 +159,7 @@ class PipelineStep:
         values: Values = []
         for source in sorted(cut.receives):
             values.extend(self._take(Action("F", i, source), action))
-        given = self._inputs.take(stage, i)
+        given = self._take_inputs(stage, i)
         values.extend(given)
         with self._recorded("forward", str(action)):
             if self.mode == "train":
@@ -130,7 +176,7 @@ class PipelineStep:
         self, functions: StageFunctions, i: int, targets: Sequence[Any], results: Sequence[Any]
     ) -> None:
         """Keep a forward's results other than its wires: the loss, the model's outputs, and their masks."""
-        samples = self._inputs.samples(i)
+        samples = self._samples(i)
         with_loss = functions.has_loss and self.mode != "predict"
         if with_loss:
             self._losses.append((results[0], samples / self.batch.samples))
@@ -185,7 +231,7 @@ class PipelineStep:
                 sums[wire] = sums[wire] + gradient if wire in sums else gradient
         found = [sums[wire] for wire in self._stages.floating(cut.outputs)]
         if self.functions[stage].has_loss:
-            share = self.loss_scale * self._inputs.samples(i) / self.batch.samples
+            share = self.loss_scale * self._samples(i) / self.batch.samples
             found.append(tf.constant(share, self.functions[stage].loss_dtype))
         return found
 
@@ -248,4 +294,4 @@ class PipelineStep:
         folded = not self._stages.graph.tensors[wire.number].of_samples
         if any(axis is None for axis in axes[1:]) or not axes or folded:
             return None
-        return [self._inputs.samples(i) if axes[0] is None else axes[0], *axes[1:]]
+        return [self._samples(i) if axes[0] is None else axes[0], *axes[1:]]
