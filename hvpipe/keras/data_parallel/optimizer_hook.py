@@ -40,7 +40,7 @@ class OptimizerHook:
     A gradient's way, in four files:
 
         optimizer.apply -> OptimizerHook   optimizer_hook.py  puts gradients in the plan's order, announces
-                        -> Overlap         overlap.py         says when to reduce and when to update
+                        -> Overlap         overlap_modes.py   says when to reduce and when to update
                         -> BucketReducer   bucket_reduce.py   calls the ops: announce, submit, collect
                         -> BucketUpdate    bucket_update.py   collects, and calls the optimizer's own update
 
