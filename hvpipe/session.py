@@ -82,7 +82,7 @@ _session: Session | None = None
 _when_joined: list[Callable[[Session], None]] = []
 
 
-def plainly(call: Callable[[], Any]) -> Any:
+def run_directly(call: Callable[[], Any]) -> Any:
     """Run what all ranks do together, outside of any `fit` of an elastic job."""
     return call()
 
@@ -131,7 +131,7 @@ class Session:
             self.named_calls()  # now, because kernels of TensorFlow look for them
         self.checkpoints: Path | None = None  # their folder, once `fit` writes some
         self.lost: str | None = None  # says which ranks are lost, until the others go on
-        self.run_section: Callable[[Callable[[], Any]], Any] = plainly
+        self.run_section: Callable[[Callable[[], Any]], Any] = run_directly
         """Runs what all ranks do together between steps; see hvpipe.keras.data_parallel.elastic."""
         self._left_behind: list[Any] = []  # freeing it could wait for a lost rank
         if settings.elastic:

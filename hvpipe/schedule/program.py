@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule.action import Action
@@ -174,6 +175,53 @@ def programs(schedule: Schedule, needs: Needs) -> tuple[Program, ...]:
             steps[message.source].append(Send(message))
         done.update(action for _, action in ready)
     return tuple(map(tuple, steps))
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank runs in a step of the first `microbatches` micro-batches of a schedule.
+
+    Attributes:
+        schedule: The schedule, which may have more micro-batches.
+        steps: The rank's actions, sends and receives, in order.
+        rank: The rank's number in the schedule.
+        microbatches: The micro-batches that run.
+    """
+
+    schedule: Schedule
+    steps: Program
+    rank: int
+    microbatches: int
+
+    @cached_property
+    def stages(self) -> frozenset[int]:
+        """The stages that the rank runs in the step."""
+        return frozenset(step.stage for step in self.steps if isinstance(step, Action))
+
+    @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages, on any rank, that run the backward in two parts (I and W)."""
+        return frozenset(a.stage for actions in self.schedule.actions for a in actions if a.kind == "I")
+
+    @staticmethod
+    def forward_only(schedule: Schedule, dataflow: Dataflow, rank: int, microbatches: int) -> RankProgram:
+        """Return the program of a schedule's forwards, in its order, for evaluate and predict."""
+        actions = tuple(tuple(a for a in of_rank if a.kind == "F") for of_rank in schedule.actions)
+        forward = Schedule("forward", schedule.stages, schedule.microbatches, actions)
+        return RankProgram.first(forward, programs(forward, needs_of(forward, dataflow)), rank, microbatches)
+
+    @staticmethod
+    def first(schedule: Schedule, of_ranks: tuple[Program, ...], rank: int, microbatches: int) -> RankProgram:
+        """Return the first micro-batches of one rank's program, out of all ranks' `programs`.
+
+        All ranks leave out the rest, so none can deadlock: no remaining step waits for one that is left out.
+        """
+        steps = tuple(step for step in of_ranks[rank] if _microbatch_of(step) < microbatches)
+        return RankProgram(schedule, steps, rank, microbatches)
+
+
+def _microbatch_of(step: Step) -> int:
+    return step.microbatch if isinstance(step, Action) else step.message.producer.microbatch
 
 
 def _standstill(schedule: Schedule, needs: Needs, places: list[int], done: set[Action]) -> str:

@@ -65,7 +65,7 @@ class DataParallelState:
     @property
     def is_local(self) -> bool:
         """Whether trainable weights are each rank's own."""
-        return not self.data_parallel.steps.overlap.reduces_gradients
+        return not self.data_parallel.updates.overlap.reduces_gradients
 
     @property
     def untrained(self) -> UntrainedState:
@@ -92,11 +92,11 @@ class DataParallelState:
 
     def finish_step(self) -> None:
         """Run the updates that wait for the next step, unless they belong to it; collective."""
-        self._held = self.data_parallel.steps.hold()
+        self._held = self.data_parallel.updates.hold()
 
     def resume_data(self, manifest: Manifest) -> bool:
         """Bring data that all ranks share in an elastic job to its position."""
-        elastic = self.data_parallel.steps.elastic
+        elastic = self.data_parallel.elastic
         if elastic is None or not elastic.data.shares_source:
             return False
         position, notes = manifest.position, manifest.parts[0].notes
@@ -105,21 +105,21 @@ class DataParallelState:
 
     def notes(self, counted: int) -> dict[str, int]:
         """Return how far data that all ranks share in an elastic job was read."""
-        elastic = self.data_parallel.steps.elastic
+        elastic = self.data_parallel.elastic
         return {} if elastic is None else elastic.data.notes(counted)
 
     def can_write(self) -> bool:
         """Return whether this is not within a round of "local"."""
-        return self.data_parallel.steps.between_rounds
+        return self.data_parallel.updates.mode.rounds.steps == 0
 
     def too_few(self) -> bool:
         """Return whether too few ranks are left."""
-        elastic = self.data_parallel.steps.elastic
+        elastic = self.data_parallel.elastic
         return elastic is not None and elastic.leaves
 
     def batch(self, counted: int) -> int:
         """Return the batch at which to resume. It is not the count if ranks were lost in the epoch."""
-        elastic = self.data_parallel.steps.elastic
+        elastic = self.data_parallel.elastic
         found = elastic.data.batch() if elastic is not None and counted else None
         return counted if found is None else found
 
@@ -182,10 +182,10 @@ class DataParallelState:
         sums, steps = self._held
         if self.session.world.rank == 0:
             values |= {f"{_PENDING}{i}": total for i, total in enumerate(sums)}
-        compression = self.data_parallel.steps.compression_state()
+        compression = self.data_parallel.updates.compression_state()
         values |= readable({f"{_COMPRESSION}{name}": v for name, v in compression.items()})
         values |= {f"{OWN}{name}": v for name, v in random_state().items()}
-        values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.steps.round_state().items()}
+        values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.updates.mode.rounds.state().items()}
         starts = {i: self.untrained.start_of(v) for i, v in enumerate(self.model.variables)}
         values |= {f"{_START}{i}": start for i, start in starts.items() if start is not None}
         return values | {_COUNTED: counted, _STEPS: np.array([steps])}
@@ -315,7 +315,7 @@ class RestoredDataParallel:
             {name.removeprefix(prefix): v for name, v in self._own.items() if name.startswith(prefix)}
             for prefix in (_ROUND, _COMPRESSION)
         )
-        state.data_parallel.steps.resume(sums, int(self._own[_STEPS][0]), rounds, compression)
+        state.data_parallel.updates.resume(sums, int(self._own[_STEPS][0]), rounds, compression)
         set_random_state({name.removeprefix(OWN): value for name, value in self._own.items()})
 
     def _tell_of_other_ranks(self, own: Mapping[str, Any]) -> None:

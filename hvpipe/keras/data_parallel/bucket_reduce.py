@@ -77,7 +77,7 @@ class BucketReducer:
     def __init__(
         self, session: Session, name: str, variables: Sequence[Any], options: ReduceOptions = ReduceOptions()
     ) -> None:
-        self._session = session
+        self.session = session
         self.variables = list(variables)
         gradients = [
             Gradient(
@@ -104,6 +104,7 @@ class BucketReducer:
         self._gradients = gradients
         self._on_device = on_device
         self._on_stream = on_device and options.on_stream
+        self._tables_agreed = options.tables_agreed
         self._plan_id = session.engine.add_plan(name, self._plan_to_send(), on_device)
         self._remove_plan = weakref.finalize(self, session.engine.remove_plan, self._plan_id)
         self._remove_plan.atexit = False
@@ -111,11 +112,16 @@ class BucketReducer:
             # An input that changes every step keeps grappler from folding or sharing the announcement.
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
 
-    @property
-    def tables_on_host(self) -> frozenset[int]:
-        """The variables, by `identity`, whose rows go through the host, while the other gradients do not."""
-        rows = [bucket.members[0] for bucket in self.plan.buckets if bucket.row and self._on_device]
-        return frozenset(identity(self.variables[place]) for place in rows)
+    def dense_tables(self, gradients: Sequence[Any], variables: Sequence[Any]) -> frozenset[int]:
+        """Return the tables, by `identity`, that should not go through the host: their gradients are dense.
+
+        The same on all ranks, whose graphs are equal. The other gradients stay on the GPU.
+        """
+        if self._tables_agreed or not self._on_device:
+            return frozenset()
+        rows = [self.variables[bucket.members[0]] for bucket in self.plan.buckets if bucket.row]
+        sliced = [v for g, v in zip(gradients, variables, strict=True) if isinstance(g, tf.IndexedSlices)]
+        return frozenset(map(identity, rows)) - frozenset(map(identity, sliced))
 
     def _plan_to_send(self) -> BucketPlan:
         """Return the engine's buckets, which the numbers of `_submit` and `_collect` mean."""
@@ -128,7 +134,7 @@ class BucketReducer:
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._session.world.rank
+        return self.session.world.rank
 
     def end(self) -> None:
         """Free the plan's buffers. Call it once no graph made with the plan runs any more."""
@@ -154,8 +160,8 @@ class BucketReducer:
                 "Received: a step that reduces gradients under jit_compile=True"
             )
         self.used = True
-        self._session.announcements += 1
-        ones, others = _take_collected()
+        self.session.announcements += 1
+        ones, others = _take_earlier()
         with on_the_host():
             samples = tf.cast(samples, tf.float64)
             if ones:
@@ -170,7 +176,7 @@ class BucketReducer:
                 reduces=tf.convert_to_tensor(reduces),
                 plan=self._plan_id,
             )
-        note_collected(share)  # "step" and "stale" collect what they submit in the next step only
+        order_after(share)  # "step" and "stale" collect what they submit in the next step only
         return share
 
     def as_submitted(self, gradients: Sequence[Any]) -> list[Any]:
@@ -238,7 +244,7 @@ class BucketReducer:
         with tf.device(_GPU):
             table = dense(tf.IndexedSlices(values, rows, whole))
         table.set_shape(shape)
-        note_collected(table)
+        order_after(table)
         return table
 
     def _device_of(self, sent: int) -> Any:
@@ -257,7 +263,7 @@ class BucketReducer:
                 bucket=sent,
                 on_stream=self._on_stream,
             )
-        note_collected(tensors[0])
+        order_after(tensors[0])
         return tensors
 
     def collected_after(self, number: int, tokens: Sequence[Any]) -> list[Any]:
@@ -317,12 +323,14 @@ def tables_of(model: Any) -> frozenset[int]:
     return frozenset(map(identity, tables))
 
 
-def sliced_on_any_rank(
+def agree_on_gradients(
     session: Session, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> frozenset[int]:
-    """Return the variables, by `identity`, whose gradients are IndexedSlices on any rank; collective.
+    """Check that ranks reduce the same variables in the same order; collective.
 
-    A rank whose batch does not use a table may have dense zeros there.
+    Returns:
+        The variables, by `identity`, whose gradients are IndexedSlices on any rank. A rank whose batch does
+        not use a table may have dense zeros there.
 
     Raises:
         MismatchError: On every rank, if ranks have the same variables in another order.
@@ -379,17 +387,17 @@ def one_sample(gradients: Sequence[Any]) -> Any:
 
 # All ranks must reduce in the same order if one graph reduces several times (two optimizers, two calls). So
 # each announcement waits for the announcements before it, and for everything that was collected before it.
-_COLLECTED = "hvpipe_collected"
+_EARLIER = "hvpipe_earlier"
 
 
-def note_collected(tensor: Any) -> None:
+def order_after(tensor: Any) -> None:
     """Let later announcements in this graph wait for `tensor`."""
     if not tf.executing_eagerly():
-        tf.compat.v1.get_default_graph().add_to_collection(_COLLECTED, tensor)
+        tf.compat.v1.get_default_graph().add_to_collection(_EARLIER, tensor)
 
 
-def _take_collected() -> tuple[list[Any], list[Any]]:
-    """Return what was noted since the last call in this graph.
+def _take_earlier() -> tuple[list[Any], list[Any]]:
+    """Return the tensors of `order_after` since the last call in this graph.
 
     For each tensor of this graph a 1 (int32 scalar) that comes when the tensor was enqueued: as in
     `one_sample`, the host does not wait for a GPU then. Tensors of graphs around this one as they are.
@@ -397,8 +405,8 @@ def _take_collected() -> tuple[list[Any], list[Any]]:
     if tf.executing_eagerly():
         return [], []
     graph = tf.compat.v1.get_default_graph()
-    found: list[Any] = graph.get_collection(_COLLECTED)
-    graph.clear_collection(_COLLECTED)
+    found: list[Any] = graph.get_collection(_EARLIER)
+    graph.clear_collection(_EARLIER)
     ones = []
     for tensor in (each for each in found if each.graph is graph):
         with tf.control_dependencies([tensor]), tf.device(tensor.device):

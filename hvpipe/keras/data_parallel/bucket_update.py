@@ -37,7 +37,7 @@ class BucketUpdate:
         marks: StepMarks,
         guard: NonfiniteGuard | None = None,
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._reducer = reducer
         self._guard = guard
         self._by_bucket = by_bucket and not (guard is not None and guard.waits_for_all)
@@ -49,22 +49,20 @@ class BucketUpdate:
         if self._guard is not None:
             self._guard.note_own(gradients)
 
-    def update_where_submitted(self, tokens: Sequence[Any]) -> list[Any]:
-        """Collect and update each bucket whose token is above 0.
+    def update_where_submitted(self, token: Any) -> list[Any]:
+        """Collect and update all buckets if `token` (int64 scalar) is above 0.
 
         Each bucket's update is a separate branch in the graph, so a layer's forward waits only for its own
         variables.
 
-        Args:
-            tokens: A token for each bucket (int64 scalar).
-
         Returns:
             A scalar for each bucket. It is computed once the bucket's update is done or skipped.
         """
+        tokens = [token] * len(self._reducer.plan.buckets)
         return self._update_each(tokens, _where_submitted, lambda number: ())
 
     def update_submitted(self, tokens: Sequence[Any]) -> list[Any]:
-        """Collect and update each bucket of this step; arguments and result as of `update_where_submitted`.
+        """Collect and update each bucket of this step, and return as `update_where_submitted`.
 
         No token goes from a GPU to the host: that would wait for the backward, and keep all later operations.
         """
@@ -136,8 +134,8 @@ class BucketUpdate:
 
         def skip() -> None:
             # Accumulation counts micro-steps by it, and its sums start again.
-            if self._optimizer.gradient_accumulation_steps:
-                count_step(self._optimizer)
+            if self.optimizer.gradient_accumulation_steps:
+                count_step(self.optimizer)
 
         update = functools.partial(self._as_written, number, variables, gradients)
         self._guard.if_finite(number, variables, gradients, update, skip)
@@ -150,10 +148,10 @@ class BucketUpdate:
         function = self._functions.get(number)
         apply = apply_all if number == _ALL else apply_some
         if function is None and tf.executing_eagerly():
-            apply(self._optimizer, gradients, variables)
+            apply(self.optimizer, gradients, variables)
             return
         if function is None:
-            function = kept_whole(lambda gradients: apply(self._optimizer, gradients, variables))
+            function = kept_whole(lambda gradients: apply(self.optimizer, gradients, variables))
         with graph_optimizer_off():
             concrete = function.get_concrete_function(list(gradients))
             concrete(list(gradients))
@@ -162,7 +160,7 @@ class BucketUpdate:
             self._functions[number] = function
 
     def _count_step(self) -> Any:
-        count_step(self._optimizer)
+        count_step(self.optimizer)
         return tf.constant(0.0)
 
     def _done(self, variables: Sequence[Any], bucket: str) -> Any:

@@ -114,7 +114,7 @@ class CompressedReducer(BucketReducer):
     def _make_state(self, number: int) -> _CompressedBucket:
         assert self._compression is not None
         state, phased = _CompressedBucket(), self._phased[number]
-        size = self._session.world.size
+        size = self.session.world.size
         for member in phased.compressed:
             place = self.plan.buckets[number].members[member]
             shape = self._gradients[place].shape

@@ -23,8 +23,8 @@ from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.data_parallel.bucket_reduce import (
     BucketReducer,
     ReduceOptions,
+    agree_on_gradients,
     one_sample,
-    sliced_on_any_rank,
 )
 from hvpipe.keras.data_parallel.compressed_reduce import (
     check_compressible,
@@ -32,7 +32,8 @@ from hvpipe.keras.data_parallel.compressed_reduce import (
     make_reducer,
 )
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
-from hvpipe.keras.data_parallel.overlap import BackwardOverlap
+from hvpipe.keras.data_parallel.overlap import OverlapOptions
+from hvpipe.keras.data_parallel.overlap_modes import BackwardOverlap
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.training_alone import note_averaged
@@ -96,9 +97,10 @@ def DistributedOptimizer(
             hooks.clear()  # of a session that has ended
             session.loops_by_plan = True
             used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
-            tables = sliced_on_any_rank(session, grads, variables)
+            tables = agree_on_gradients(session, grads, variables)
             options = ReduceOptions(compression, bucket_bytes, tables=tables, tables_agreed=True)
-            hooks[session] = OptimizerHook(session, optimizer, used, BackwardOverlap(), options)
+            overlap = BackwardOverlap(OverlapOptions(elastic=session.settings.elastic))
+            hooks[session] = OptimizerHook(session, optimizer, used, overlap, options)
         hooks[session].apply(grads, variables)
 
     optimizer.apply = apply
@@ -247,11 +249,11 @@ def _reducer_for(variables: Sequence[Any], gradients: Sequence[Any], options: Re
     """Return the reducer for a list of variables. The session keeps it as long as it lives."""
     session = current()
     session.loops_by_plan = True
-    key = (tuple(id(v) for v in variables), options.compression, options.bucket_bytes)
+    key = (tuple(id(v) for v in variables), options)
     found = session.reducers.get(key)
     if found is None:
         session.warn_without_checks("custom training loops")
-        tables = sliced_on_any_rank(session, gradients, variables)
+        tables = agree_on_gradients(session, gradients, variables)
         found = make_reducer(session, "gradients", variables, replace(options, tables=tables))
         session.reducers[key] = found
     reducer: BucketReducer = found

@@ -16,18 +16,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvpipe.comm.job_folder import TOO_FEW
 from hvpipe.errors import HvpipeError, name_lost
 from hvpipe.keras.data_parallel.elastic_data import ElasticData
+from hvpipe.keras.data_parallel.planned_updates import PlannedUpdates
+from hvpipe.keras.data_parallel.samples import SampleCounter
+from hvpipe.keras.data_parallel.untrained_state import UntrainedState
 from hvpipe.keras.initial_state import settle, shared_slots
 from hvpipe.keras.resize import joined, scale_learning_rate, tell_resize
 from hvpipe.keras.variables import broadcast_variables, identity, native
-from hvpipe.session import Resize, Session, plainly
-
-if TYPE_CHECKING:
-    from hvpipe.keras.data_parallel.train_steps import TrainSteps
+from hvpipe.session import Resize, Session, run_directly
 
 logger = logging.getLogger("hvpipe")
 
@@ -95,13 +95,25 @@ class Elastic:
     Args:
         session: The ranks that train together.
         model: The model.
-        steps: Its steps.
+        updates: The updates of its steps.
+        untrained: What its layers keep and no gradient trains.
+        counter: Counts the samples that it trains on.
     """
 
-    def __init__(self, session: Session, model: Any, steps: TrainSteps) -> None:
+    def __init__(
+        self,
+        session: Session,
+        model: Any,
+        updates: PlannedUpdates,
+        untrained: UntrainedState,
+        counter: SampleCounter,
+    ) -> None:
         self._session = session
         self._model = model
-        self._steps = steps
+        self._updates = updates
+        self._untrained = untrained
+        self._counter = counter
+        updates.run_flush, updates.on_ran = self._flush, self._note_run
         self.data = ElasticData(session, None, None)
         self._begun = 0  # steps, in the order that all ranks share
         self._ran = 0  # of them, those whose train function has returned
@@ -120,7 +132,7 @@ class Elastic:
         self._callbacks: Sequence[Any] = ()
         self._saves = False
         self._leaves_after: int | None = None
-        self._section_before: Callable[[Callable[[], Any]], Any] = plainly
+        self._section_before: Callable[[Callable[[], Any]], Any] = run_directly
         self.has_fitted = False
         """Whether a `fit` has begun."""
 
@@ -182,38 +194,38 @@ class Elastic:
                 self._sections, self._result = number + 1, result
         return self._result
 
-    def flush(self, call: Callable[[], None]) -> None:
+    def _flush(self, call: Callable[[], None]) -> None:
         """Run the updates that wait for the next step."""
-        while self._steps.waits:
+        while self._updates.mode.waits:
             self._before_flush = self._keep(self._ran - 1, own=False)
             try:
                 call()
             except Exception as error:
-                self._steps.waits = True
+                self._updates.mode.waits = True
                 if self._recovering:
                     raise
                 self._recover_from(error)
         self._before_flush = None
 
     def _run(self, batch: Any) -> None:
-        if self._steps.ready:
-            self._kept[self._begun] = self._keep(self._ran - int(self._steps.waits))
+        if self._updates.ready:
+            self._kept[self._begun] = self._keep(self._ran - int(self._updates.mode.waits))
             self._kept.pop(self._begun - 2, None)
         assert self._inner is not None
         self._logs = self._inner([batch])
 
-    def ran(self) -> None:
+    def _note_run(self) -> None:
         """Note that TensorFlow has run the step."""
         self._ran = self._begun
 
     # --- State ----------------------------------------------------------------------------------------------
 
     def _keep(self, version: int, own: bool = True) -> _Kept:
-        shared = self._shared() if self._steps.updates_piecewise else []
+        shared = self._shared() if self._updates.mode.updates_piecewise else []
         values = [
             [(v, native(v).read_value()) for v in some] for some in (self._own() if own else [], shared)
         ]
-        return _Kept(version, self._steps.updates(), *values)
+        return _Kept(version, self._updates.mode.completed_updates(), *values)
 
     def _shared(self) -> list[Any]:
         """Return the variables that are equal on all ranks after a step, and change in its update."""
@@ -224,24 +236,25 @@ class Elastic:
         shared = set(map(identity, self._shared()))
         every = [*self._model.variables, *self._model.metrics_variables, *self._model.optimizer.variables]
         own = {identity(v): v for v in every if identity(v) not in shared}
-        return [*own.values(), *self._steps.counting_variables()]
+        counts = (self._counter.variable, self._updates.mode.reducer.step)
+        return [*own.values(), *counts]
 
     def _stands_at(self) -> tuple[int, _Kept | None]:
         """Return the last step whose state is complete here, and what holds it; None: the variables."""
         if self._ran == self._begun:
-            return (self._ran - 1, self._before_flush) if self._steps.waits else (self._ran, None)
+            return (self._ran - 1, self._before_flush) if self._updates.mode.waits else (self._ran, None)
         kept = self._kept.get(self._begun)
         if kept is None:
             return self._ran, None
         # A call that failed may have completed its first part, the update of the step before.
-        if kept.updates is not None and int(self._steps.updates()) > int(kept.updates):
+        if kept.updates is not None and int(self._updates.mode.completed_updates()) > int(kept.updates):
             return kept.version + 1, None
         return kept.version, kept
 
     def _state_here(self) -> _State:
         """Return the last state that is complete here, by reference."""
         version, holder = self._stands_at()
-        if not self._steps.ready:
+        if not self._updates.ready:
             return _State(version, [], self._scaled)
         held = {identity(v): (v, value) for v, value in (holder.shared if holder is not None else ())}
         now = {identity(v): (v, native(v).read_value()) for v in (*self._shared(), *self._own())}
@@ -270,9 +283,9 @@ class Elastic:
         self._target = max(self._target, self._begun)
         now = self._session.go_on_without_lost()
         self._change = change = now if self._change is None else joined(self._change, now)
-        self._steps.forget_under_way()
+        self._updates.mode.forget()
         mine = _Standing(
-            *(self._state.version, self._sections, self._steps.ready, self._result),
+            *(self._state.version, self._sections, self._updates.ready, self._result),
             *(self.data.ended, self._target, self._state.scaled),
         )
         everyone: list[_Standing] = self._session.engine.allgather_object(mine, "going on without lost ranks")
@@ -282,12 +295,12 @@ class Elastic:
             source = self._restore(agreed, self._state, [standing.version for standing in everyone])
             scaled = scaled if source is None else everyone[source].scaled
         else:
-            self._steps.ready = False  # all ranks take rank 0's state at the step that is repeated
+            self._updates.ready = False  # all ranks take rank 0's state at the step that is repeated
         self._finish_sections(everyone)
         self._begun = self._ran = agreed
         self._kept, self._before_flush, self._state = {}, None, None
         self.data.rewind(agreed)
-        self._steps.count_from(agreed)
+        self._updates.count_from(agreed)
         self._scale_rate(scaled, max((standing.scaled for standing in everyone), key=len))
         self._tell(change, agreed, time.monotonic() - begun_s)
         tell_resize(change)
@@ -319,7 +332,7 @@ class Elastic:
         self.data.ended = any(one.ended for one in everyone if one.sections == sections[furthest])
         if min(sections) == max(sections):
             return
-        untrained = self._steps.untrained
+        untrained = self._untrained
         others = set(map(identity, [*self._shared(), *(v for v, _ in untrained.variables())]))
         broadcast_variables([v for v in self._model.variables if identity(v) not in others], furthest)
         untrained.take_over(furthest)

@@ -10,82 +10,21 @@ after a step depends only on the number of steps, never on timing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer
+from hvpipe.keras.compat import learning_rate_variable
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions
+from hvpipe.keras.data_parallel.overlap import Buckets, Overlap, RoundOptions, Rounds
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.variables import native
 from hvpipe.log import logger
 
 Tensors = list[Any]  # one for each variable of the plan
-
-
-@dataclass(frozen=True)
-class RoundOptions:
-    """How long rounds are, and what the outer step does.
-
-    Args:
-        every: Steps of a round.
-        learning_rate: Of the outer step.
-        momentum: Nesterov momentum of the outer step.
-        waiting_steps: Rounds that end within so many steps wait for their average.
-    """
-
-    every: int = 1
-    learning_rate: float = 1.0
-    momentum: float = 0.0
-    waiting_steps: int = 0
-
-
-def check_no_rounds(overlap: str, every: int | None, learning_rate: float, momentum: float) -> None:
-    """Raise HvpipeError for arguments of rounds in a mode that has none."""
-    if every is not None or (learning_rate, momentum) != (1.0, 0.0):
-        raise HvpipeError(
-            'every, outer_learning_rate and outer_momentum are for overlap="local". Received: '
-            f"every={every}, outer_learning_rate={learning_rate} and outer_momentum={momentum} with "
-            f"overlap={overlap!r}"
-        )
-
-
-def round_options(
-    every: int | None, learning_rate: float, momentum: float, warmup_steps: int
-) -> RoundOptions:
-    """Return the rounds of "local". Raises HvpipeError for wrong arguments."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise HvpipeError(
-            f'overlap="local" needs every, the steps of a round, at least 1. Received: every={every!r}'
-        )
-    if not 0 < learning_rate < math.inf:
-        raise HvpipeError(
-            f"outer_learning_rate should be positive. Received: outer_learning_rate={learning_rate}"
-        )
-    if not 0 <= momentum < 1:
-        raise HvpipeError(f"outer_momentum should be from 0 to below 1. Received: outer_momentum={momentum}")
-    return RoundOptions(every, learning_rate, momentum, warmup_steps)
-
-
-def check_local(nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:
-    """Raise HvpipeError for options that look at gradients or weights of all ranks at every step."""
-    if nonfinite != "ignore":
-        raise HvpipeError(
-            'overlap="local" has no sum of gradients to look at: use nonfinite="ignore". '
-            f"Received: nonfinite={nonfinite!r}"
-        )
-    if verify_every:
-        raise HvpipeError(
-            'overlap="local" lets weights differ between steps: leave verify_every and HVPIPE_VERIFY out. '
-            f"Received: verify_every={verify_every}"
-        )
-    if sync_batch_norm:
-        raise HvpipeError(
-            'overlap="local" takes steps without communication. Received: sync_batch_norm=True, which '
-            "communicates in every layer"
-        )
 
 
 @dataclass(frozen=True)
@@ -103,88 +42,94 @@ class _UnderWay:
     tokens: Sequence[Any]
 
 
-class LocalRounds:
+class LocalRounds(Rounds):
     """The rounds of one model on this rank.
 
     The anchor is the last averaged model, equal on all ranks. While a round is being reduced, a rank's
     weights at the start of the next one are the anchor less this rank's own difference of that round.
     """
 
-    def __init__(self, options: RoundOptions) -> None:
+    def __init__(self, options: RoundOptions, reducer: BucketReducer) -> None:
         self._options = options
+        self._reducer = reducer
         self._anchor: Tensors = []  # empty: the ranks have equal weights, and no round has begun
         self._start: Tensors = []  # this rank's weights at the start of the round
         self._momentum: Tensors = []  # empty: zeros
         self._under_way: _UnderWay | None = None
-        self._steps = 0  # in this round
+        self.steps = 0
         self._steps_before = 0  # in all rounds before it
         self._counted = 0.0  # samples of this rank before this round
 
-    @property
-    def open(self) -> bool:
-        """Whether the ranks' weights may differ."""
-        return bool(self._anchor)
+    def check_length(self, steps: int) -> None:
+        if self._options.every % steps:
+            raise HvpipeError(
+                "every should be a multiple of steps_per_execution. "
+                f"Received: every={self._options.every} with steps_per_execution={steps}"
+            )
 
-    @property
-    def steps(self) -> int:
-        """The steps of this round so far."""
-        return self._steps
+    def check_readable(self) -> None:
+        if self._anchor:
+            raise HvpipeError(
+                'With overlap="local" each rank has weights of its own between steps: read and set them when '
+                "an epoch has ended, or call evaluate on all ranks first, which ends the round. "
+                "Received: a call in the middle of a round"
+            )
 
-    def begin_steps(self, reducer: BucketReducer, counted: float) -> None:
-        """Begin a round, if none has begun; `counted` is how many samples this rank has trained on."""
+    def begin_steps(self, counted: Callable[[], float]) -> None:
         if not self._anchor:
-            self._anchor = self._start = _values(reducer)
-            self._counted = counted
+            self._anchor = self._start = self._values()
+            self._counted = counted()
 
-    def end_steps(self, reducer: BucketReducer, steps: int, counted: float) -> None:
-        """Count steps, and end the round if it is complete; collective then."""
-        self._steps += steps
-        if self._steps >= self._options.every:
-            waits = self._steps_before + self._steps <= self._options.waiting_steps
-            self._end_round(reducer, counted, waits)
+    def end_steps(self, steps: int, counted: Callable[[], float]) -> None:
+        self.steps += steps
+        if self.steps >= self._options.every:
+            waits = self._steps_before + self.steps <= self._options.waiting_steps
+            self._end_round(counted(), waits)
 
-    def complete(self, reducer: BucketReducer, counted: float) -> None:
+    def complete(self, counted: Callable[[], float]) -> None:
         """End the round early, and wait for all averages: then all ranks have the anchor; collective."""
-        if self._steps:
-            self._end_round(reducer, counted, waits=True)
+        if not self._anchor:
+            return
+        self._reducer.session.engine.agree(f"the end of a round after {self.steps} steps")
+        if self.steps:
+            self._end_round(counted(), waits=True)
         elif self._under_way is not None:
-            self._take_outer_step(reducer)
-            self._go_on_from_anchor(reducer)
+            self._take_outer_step()
+            self._go_on_from_anchor()
         self._anchor, self._start = [], []  # a round that began at the end of the data has no step
 
-    def drop(self, reducer: BucketReducer) -> None:
-        """Forget the round, and what is under way, which all ranks have sent. Weights stay as they are."""
+    def drop(self) -> None:
         if self._under_way is not None:
-            reducer.collect_all(self._under_way.tokens)
+            self._reducer.collect_all(self._under_way.tokens)
         self._under_way = None
-        self._anchor, self._start, self._steps = [], [], 0
+        self._anchor, self._start, self.steps = [], [], 0
 
-    def _end_round(self, reducer: BucketReducer, counted: float, waits: bool) -> None:
-        weights = _values(reducer)
+    def _end_round(self, counted: float, waits: bool) -> None:
+        weights = self._values()
         difference = [start - now for start, now in zip(self._start, weights, strict=True)]
         corrects = self._under_way is not None
         if corrects:
-            self._take_outer_step(reducer)
-        self._send(reducer, difference, counted - self._counted)
-        self._steps_before += self._steps
-        self._steps, self._counted = 0, counted
+            self._take_outer_step()
+        self._send(difference, counted - self._counted)
+        self._steps_before += self.steps
+        self.steps, self._counted = 0, counted
         if waits:
-            self._take_outer_step(reducer)
-            self._go_on_from_anchor(reducer)
+            self._take_outer_step()
+            self._go_on_from_anchor()
             return
         if corrects:
             weights = [a - mine for a, mine in zip(self._anchor, difference, strict=True)]
-            _assign(reducer, weights)
+            self._assign(weights)
         self._start = weights
 
-    def _send(self, reducer: BucketReducer, difference: Tensors, samples: float) -> None:
-        share = reducer.announce(tf.constant(samples, tf.float64))
-        self._under_way = _UnderWay(difference, samples, reducer.submit(share, difference))
+    def _send(self, difference: Tensors, samples: float) -> None:
+        share = self._reducer.announce(tf.constant(samples, tf.float64))
+        self._under_way = _UnderWay(difference, samples, self._reducer.submit(share, difference))
 
-    def _take_outer_step(self, reducer: BucketReducer) -> None:
+    def _take_outer_step(self) -> None:
         """Move the anchor by the average of the round under way: SGD with Nesterov momentum."""
         assert self._under_way is not None
-        average = reducer.collect_all(self._under_way.tokens)
+        average = self._reducer.collect_all(self._under_way.tokens)
         self._under_way = None
         rate, momentum = self._options.learning_rate, self._options.momentum
         steps = average
@@ -193,16 +138,16 @@ class LocalRounds:
             self._momentum = [momentum * m + mean for m, mean in zip(before, average, strict=True)]
             steps = [mean + momentum * m for m, mean in zip(self._momentum, average, strict=True)]
         moved = [anchor - rate * step for anchor, step in zip(self._anchor, steps, strict=True)]
-        self._anchor = [_constrained(v, value) for v, value in zip(reducer.variables, moved, strict=True)]
+        variables = self._reducer.variables
+        self._anchor = [_constrained(v, value) for v, value in zip(variables, moved, strict=True)]
 
-    def _go_on_from_anchor(self, reducer: BucketReducer) -> None:
-        _assign(reducer, self._anchor)
+    def _go_on_from_anchor(self) -> None:
+        self._assign(self._anchor)
         self._anchor, self._start = [], []
 
     # --- Checkpoints -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's tensors by name, between two rounds: what `resume` needs to go on alike."""
         lists = {"momentum": self._momentum}
         if self._under_way is not None:
             lists |= {"anchor": self._anchor, "difference": self._under_way.difference}
@@ -217,33 +162,43 @@ class LocalRounds:
                 found["samples"] = tf.constant(self._under_way.samples, tf.float64)
         return found
 
-    def resume(self, reducer: BucketReducer, state: Mapping[str, Any], counted: float) -> None:
-        """Go on from a `state`, with the weights of that moment; collective if a round was under way."""
-        self.drop(reducer)
-        self._momentum = _listed(reducer, state, "momentum")
+    def resume(self, state: Mapping[str, Any], counted: Callable[[], float]) -> None:
+        if not state:
+            return
+        self.drop()
+        self._momentum = self._listed(state, "momentum")
         if self._momentum and not self._options.momentum:
             self._momentum = []
-            if reducer.rank == 0:
+            if self._reducer.rank == 0:
                 logger.warning(
                     "hvpipe: outer_momentum should be as in the training that wrote the checkpoint. "
                     "Received: outer_momentum=0 and a checkpoint with an outer momentum, which is not used"
                 )
         self._steps_before = int(state["steps"])
-        difference = _listed(reducer, state, "difference")
+        difference = self._listed(state, "difference")
         if difference:
-            self._anchor, self._start = _listed(reducer, state, "anchor"), _values(reducer)
-            self._counted = counted
+            self._anchor, self._start = self._listed(state, "anchor"), self._values()
+            self._counted = counted()
             # The same numbers in the same order give the same sums.
-            self._send(reducer, difference, float(state["samples"]))
+            self._send(difference, float(state["samples"]))
 
+    def _listed(self, state: Mapping[str, Any], name: str) -> Tensors:
+        """Return the saved tensors of this name; bfloat16 is saved as integers."""
+        if f"{name}/0" not in state:
+            return []
+        variables = self._reducer.variables
+        found = [tf.convert_to_tensor(state[f"{name}/{i}"]) for i in range(len(variables))]
+        types = [tf.as_dtype(v.dtype) for v in variables]
+        return [tf.bitcast(t, d) if t.dtype.is_integer else t for t, d in zip(found, types, strict=True)]
 
-def _values(reducer: BucketReducer) -> Tensors:
-    return [native(v).read_value() for v in reducer.variables]
+    # --- Weights ---------------------------------------------------------------------------------------
 
+    def _values(self) -> Tensors:
+        return [native(v).read_value() for v in self._reducer.variables]
 
-def _assign(reducer: BucketReducer, values: Tensors) -> None:
-    for variable, value in zip(reducer.variables, values, strict=True):
-        native(variable).assign(value)
+    def _assign(self, values: Tensors) -> None:
+        for variable, value in zip(self._reducer.variables, values, strict=True):
+            native(variable).assign(value)
 
 
 def _constrained(variable: Any, value: Any) -> Any:
@@ -251,10 +206,102 @@ def _constrained(variable: Any, value: Any) -> Any:
     return value if constraint is None else constraint(value)
 
 
-def _listed(reducer: BucketReducer, state: Mapping[str, Any], name: str) -> Tensors:
-    """Return the saved tensors of this name; bfloat16 is saved as integers."""
-    if f"{name}/0" not in state:
-        return []
-    found = [tf.convert_to_tensor(state[f"{name}/{i}"]) for i in range(len(reducer.variables))]
-    types = [tf.as_dtype(v.dtype) for v in reducer.variables]
-    return [tf.bitcast(t, d) if t.dtype.is_integer else t for t, d in zip(found, types, strict=True)]
+class LocalOverlap(Overlap):
+    """Reduce once in a round of steps, "local": each rank updates with its own gradients.
+
+    | step | step | step | step | correct | step | step | step | step | correct |
+                          reduce ...................        reduce ..............
+
+    The results differ from "none" (DaSGD: Zhou et al., 2020).
+
+    Each rank's optimizer keeps its own state and its own `iterations`, which schedules follow. Nothing makes
+    them equal: all ranks take the same number of steps, which `LocalRounds.complete` checks. A step that only
+    one rank skips, because its loss scale overflows, stays missing in that rank's `iterations`.
+    """
+
+    exact = reduces_gradients = False
+    to_readers = (
+        'hvpipe: callback %s may read weights between steps. With overlap="local" these are the rank\'s own, '
+        "and the model's methods refuse to read them within a round. Set reads_weights = False on it if it "
+        "reads none."
+    )
+
+    @classmethod
+    def rounds_from(
+        cls, name: str, every: int | None, learning_rate: float, momentum: float, warmup_steps: int
+    ) -> RoundOptions:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise HvpipeError(
+                f'overlap="local" needs every, the steps of a round, at least 1. Received: every={every!r}'
+            )
+        if not 0 < learning_rate < math.inf:
+            raise HvpipeError(
+                f"outer_learning_rate should be positive. Received: outer_learning_rate={learning_rate}"
+            )
+        if not 0 <= momentum < 1:
+            raise HvpipeError(
+                f"outer_momentum should be from 0 to below 1. Received: outer_momentum={momentum}"
+            )
+        return RoundOptions(every, learning_rate, momentum, warmup_steps)
+
+    @classmethod
+    def check_options(cls, nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:
+        """Raise HvpipeError for options that look at gradients or weights of all ranks at every step."""
+        if nonfinite != "ignore":
+            raise HvpipeError(
+                'overlap="local" has no sum of gradients to look at: use nonfinite="ignore". '
+                f"Received: nonfinite={nonfinite!r}"
+            )
+        if verify_every:
+            raise HvpipeError(
+                'overlap="local" lets weights differ between steps: leave verify_every and HVPIPE_VERIFY '
+                f"out. Received: verify_every={verify_every}"
+            )
+        if sync_batch_norm:
+            raise HvpipeError(
+                'overlap="local" takes steps without communication. Received: sync_batch_norm=True, which '
+                "communicates in every layer"
+            )
+
+    @classmethod
+    def check_train_on_batch(cls) -> None:
+        raise HvpipeError(
+            'overlap="local" needs fit: train_on_batch averages logs over ranks at every call. '
+            "Received: a call of train_on_batch"
+        )
+
+    @classmethod
+    def equal_slots(cls, optimizer: Any) -> list[Any]:
+        rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
+        return [v for v in optimizer.variables if v is rate]
+
+    @classmethod
+    def own_weights(cls, model: Any) -> list[Any]:
+        return list(model.trainable_variables)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise HvpipeError if the optimizer averages weights (use_ema): each rank would average its own."""
+        if any(part.use_ema for part in parts_of(optimizer)):
+            raise HvpipeError(
+                'overlap="local" needs an optimizer without use_ema: each rank would average its own '
+                f"weights. Received: an optimizer {optimizer.name} with use_ema=True"
+            )
+
+    def reduce_options(self, options: ReduceOptions) -> ReduceOptions:
+        return replace(options, slices=False)  # differences of weights are dense
+
+    def attach(self, buckets: Buckets) -> None:
+        super().attach(buckets)
+        self.rounds = LocalRounds(self._options.rounds, buckets.reducer)
+
+    def apply(
+        self, gradients: Sequence[Any], variables: Sequence[Any], reduce_and_update: Callable[[], None]
+    ) -> None:
+        optimizer = self.buckets.update.optimizer
+        type(optimizer).apply(optimizer, gradients, variables)
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers inside a MultiOptimizer, or the optimizer itself, without its loss scale."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "optimizers", [inner]))

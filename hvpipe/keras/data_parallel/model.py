@@ -33,11 +33,12 @@ from hvpipe.keras.compat import (
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
 from hvpipe.keras.data_parallel.compressed_reduce import check_gradient_compression
 from hvpipe.keras.data_parallel.copies import forget_copies, keep_in_copies
-from hvpipe.keras.data_parallel.elastic import check_elastic
+from hvpipe.keras.data_parallel.elastic import Elastic, check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
-from hvpipe.keras.data_parallel.local_rounds import RoundOptions, check_local, check_no_rounds, round_options
+from hvpipe.keras.data_parallel.local_rounds import parts_of
 from hvpipe.keras.data_parallel.nonfinite import chosen_policy
-from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named, parts_of
+from hvpipe.keras.data_parallel.overlap import OverlapOptions
+from hvpipe.keras.data_parallel.overlap_modes import overlap_named
 from hvpipe.keras.data_parallel.samples import SamplesIn
 from hvpipe.keras.data_parallel.shards import cut_to_the_shortest, sharded_anew, source_of
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
@@ -47,7 +48,6 @@ from hvpipe.keras.initial_state import (
     broadcast_model,
     is_built,
     shared_checksum,
-    shared_slots,
     take_rank_0s,
 )
 from hvpipe.keras.instance_methods import InstanceMethods
@@ -55,7 +55,7 @@ from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.training_alone import refuse_alone
 from hvpipe.plan.compression import compression_named
-from hvpipe.session import Session, current, plainly
+from hvpipe.session import Session, current, run_directly
 
 Model = TypeVar("Model", bound=keras.Model)
 
@@ -183,10 +183,7 @@ def data_parallel(
         samples=samples,
     )
     mode = overlap_named(overlap)
-    given = (every, outer_learning_rate, outer_momentum)
-    if mode.reduces_gradients:
-        check_no_rounds(overlap, *given)
-    rounds = RoundOptions() if mode.reduces_gradients else round_options(*given, warmup_steps)
+    rounds = mode.rounds_from(overlap, every, outer_learning_rate, outer_momentum, warmup_steps)
     compresses = compression_named(compression) is not None
     if not isinstance(model, keras.Model):
         raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")
@@ -205,8 +202,7 @@ def data_parallel(
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
     verify_every = chosen_interval(session, verify_every)
     nonfinite = chosen_policy(session, nonfinite)
-    if not mode.reduces_gradients:
-        check_local(nonfinite, verify_every, sync_batch_norm)
+    mode.check_options(nonfinite, verify_every, sync_batch_norm)
     if not (samples is None or callable(samples)):
         raise HvpipeError(f"samples should be a function of a batch, or None. Received: samples={samples!r}")
     if sync_batch_norm:
@@ -218,7 +214,11 @@ def data_parallel(
     steps = TrainSteps(
         session, model, methods, mode, overlap_options, options, counting, verify_every, sync_batch_norm
     )
-    DataParallel(model, methods, steps).attach()
+    elastic = None
+    if session.settings.elastic and session.world.size > 1:
+        elastic = Elastic(session, model, steps.updates, steps.untrained, steps.train_counter)
+        steps.around = elastic.around
+    DataParallel(model, methods, steps, elastic).attach()
     keep_in_copies(model, again)
     return model
 
@@ -230,12 +230,17 @@ class DataParallel:
         model: The model.
         methods: The model's own methods.
         steps: The model's steps on all ranks.
+        elastic: Lets them survive the loss of ranks; None if that was not asked for.
     """
 
-    def __init__(self, model: Any, methods: InstanceMethods, steps: TrainSteps) -> None:
+    def __init__(
+        self, model: Any, methods: InstanceMethods, steps: TrainSteps, elastic: Elastic | None
+    ) -> None:
         self.session: Session = steps.session
         self.model = model
         self.steps = steps
+        self.updates = steps.updates
+        self.elastic = elastic
         self.fit_call = FitCall()
         """The `fit` that runs."""
         self._methods = methods
@@ -272,7 +277,7 @@ class DataParallel:
             self._methods.replace(name, functools.partial(self._flush_first, name))
         self.model.train_function = None
         self.model.test_function = None
-        self.steps.refuse_outside()
+        self.updates.refuse_outside()
 
     def detach(self) -> None:
         """Restore the model's own methods."""
@@ -293,18 +298,18 @@ class DataParallel:
         Before the first step there is nothing to synchronise. After `train_on_batch`, BatchNormalization's
         statistics may differ between ranks, so combine them.
         """
-        model, steps = self.model, self.steps
-        steps.complete()
-        steps.compares_next = True
+        model, updates = self.model, self.updates
+        updates.complete()
+        self.steps.compares_next = True
         self._set = False
-        checksum = self._checksum() if steps.ready else 0.0
+        checksum = self._checksum() if updates.ready else 0.0
         # The epoch is what BackupAndRestore found on rank 0, for example.
-        row = np.array([[float(steps.ready), checksum, float(initial_epoch(model))]])
+        row = np.array([[float(updates.ready), checksum, float(initial_epoch(model))]])
         self.session.engine.agree("start of fit")
         ready, weights, epochs = self.session.engine.allgather(row).T
         set_initial_epoch(model, int(epochs[0]))
-        steps.ready = bool(ready.all())
-        if not steps.ready or self._take_rank_0s(weights, "at the start of fit"):
+        updates.ready = bool(ready.all())
+        if not updates.ready or self._take_rank_0s(weights, "at the start of fit"):
             return
         self._combine(self._samples_before_fit or 1.0)
 
@@ -324,9 +329,9 @@ class DataParallel:
 
     def _take_rank_0s_if_set(self, anywhere: Sequence[float], when: str) -> None:
         self._set = False
-        if not any(anywhere) or not self.steps.ready:
+        if not any(anywhere) or not self.updates.ready:
             return
-        self.steps.flush()
+        self.updates.flush()
         self._take_rank_0s(self.session.engine.agree(f"weights {when}", self._checksum()), when)
 
     def _combine(self, weight: float) -> None:
@@ -352,13 +357,13 @@ class DataParallel:
         own = {name: value for name, value in (logs or {}).items() if not name.startswith("val_")}
         averaged = self.session.run_section(functools.partial(self._average, epoch, own))
         self.steps.train_counter.restart()
-        if self.steps.elastic is not None:
-            self.steps.elastic.data.ended = False
+        if self.elastic is not None:
+            self.elastic.data.ended = False
         if logs:
             logs.update(averaged)
 
     def _average(self, epoch: int, logs: Mapping[str, Any]) -> dict[str, Any]:
-        self.steps.complete()
+        self.updates.complete()
         samples = self.steps.train_counter.since_restart()
         self.session.engine.agree(f"end of epoch {epoch + 1}")
         self._combine(samples)
@@ -374,16 +379,11 @@ class DataParallel:
 
     def equal_slots(self) -> list[Any]:
         """Return the optimizer's variables that are equal on all ranks."""
-        optimizer = self.model.optimizer
-        if self.steps.overlap.reduces_gradients:
-            return shared_slots(optimizer)
-        rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
-        return [v for v in optimizer.variables if v is rate]
+        return self.updates.overlap.equal_slots(self.model.optimizer)
 
     def own_weights(self) -> list[Any]:
         """Return the weights that may differ between ranks at the end of a step."""
-        local = not self.steps.overlap.reduces_gradients
-        return [*self.statistics(), *(self.model.trainable_variables if local else ())]
+        return [*self.statistics(), *self.updates.overlap.own_weights(self.model)]
 
     # --- The model's methods ------------------------------------------------------------------------------
 
@@ -408,7 +408,7 @@ class DataParallel:
         except BaseException:
             # The last step is complete, unless it is the one that failed: its gradients are under way.
             with contextlib.suppress(Exception):
-                self.steps.flush()
+                self.updates.flush()
             raise
         finally:
             self.fit_call = FitCall()  # whose data and callbacks may be large
@@ -416,7 +416,7 @@ class DataParallel:
     @contextlib.contextmanager
     def _elastic_epochs(self) -> Iterator[None]:
         """Let an epoch of shared data get longer if ranks are lost."""
-        elastic = self.steps.elastic
+        elastic = self.elastic
         if elastic is None:
             yield
             return
@@ -459,7 +459,7 @@ class DataParallel:
         listed = with_one_writer(self.session, in_order(tf.nest.flatten(listed) if listed else []))
         for callback in listed:
             if hasattr(callback, "finish_update"):  # it changes the learning rate at batches
-                callback.finish_update = self.steps.finish_update
+                callback.finish_update = self.updates.finish_update
         self.fit_call = replace(self.fit_call, callbacks=tuple(listed))
         first = self._first_callback(listed)
         last: list[Any] = [
@@ -480,23 +480,12 @@ class DataParallel:
 
     def _first_callback(self, callbacks: list[Any]) -> FinishAtEpochEnd:
         readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]
-        if readers and not self.steps.overlap.reduces_gradients and self.session.world.rank == 0:
-            logger.warning(
-                'hvpipe: callback %s may read weights between steps. With overlap="local" these are the '
-                "rank's own, and the model's methods refuse to read them within a round. Set "
-                "reads_weights = False on it if it reads none.",
-                ", ".join(readers),
-            )
-        if not readers or not self.steps.overlap.defers:
-            return FinishAtEpochEnd(self.steps.flush, self.end_epoch)
-        if self.session.world.rank == 0:
-            logger.warning(
-                "hvpipe: callback %s may read weights between steps, so every step is finished before it "
-                "runs, and the overlap with the next step is lost. Set reads_weights = False on it if it "
-                "neither reads weights nor changes the optimizer.",
-                ", ".join(readers),
-            )
-        return FinishAtEveryBatch(self.steps.flush, self.end_epoch)
+        overlap = self.updates.overlap
+        if readers and overlap.to_readers and self.session.world.rank == 0:
+            logger.warning(overlap.to_readers, ", ".join(readers))
+        if not readers or not overlap.defers:
+            return FinishAtEpochEnd(self.updates.flush, self.end_epoch)
+        return FinishAtEveryBatch(self.updates.flush, self.end_epoch)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         refuse_alone(self.model, "evaluate")
@@ -519,8 +508,8 @@ class DataParallel:
 
     def _section(self, call: Callable[[], Any]) -> Any:
         """Run a part of `evaluate`, as one of the `fit` that runs, else of this model's last `fit`."""
-        elastic, run = self.steps.elastic, self.session.run_section
-        if run is plainly and elastic is not None and elastic.has_fitted:
+        elastic, run = self.elastic, self.session.run_section
+        if run is run_directly and elastic is not None and elastic.has_fitted:
             run = elastic.section
         return run(call)
 
@@ -541,9 +530,9 @@ class DataParallel:
         return averaged, all(each in (0, self.session.world.size) for each in sizes)
 
     def _begin_evaluate(self) -> None:
-        self.steps.complete()
+        self.updates.complete()
         what = "start of evaluate"
-        if self.steps.ready:
+        if self.updates.ready:
             anywhere = self.session.engine.agree(what, float(self._set))
             self._take_rank_0s_if_set(anywhere, f"at the {what}")
             self._combine(self.steps.train_counter.since_restart() or 1.0)
@@ -552,19 +541,15 @@ class DataParallel:
             broadcast_model(self.model)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.steps.overlap.reduces_gradients:
-            raise HvpipeError(
-                'overlap="local" needs fit: train_on_batch averages logs over ranks at every call. '
-                "Received: a call of train_on_batch"
-            )
+        self.updates.overlap.check_train_on_batch()
         refuse_alone(self.model, "train_on_batch")
-        self._set = self._set and self.steps.ready  # the first step takes rank 0's weights anyway
+        self._set = self._set and self.updates.ready  # the first step takes rank 0's weights anyway
         before = self.steps.train_counter.total()
         own, return_dict, given = self._named("train_on_batch", args, kwargs)
         logs = dict(own(**given, return_dict=True))
-        if self.steps.overlap.updates_in_next_step:
+        if self.updates.mode.owes_update:
             # The caller may next set the learning rate, read a layer or call the model.
-            self.steps.complete()
+            self.updates.complete()
         samples = self.steps.train_counter.total() - before
         what, means = "results of train_on_batch", means_in_logs(self.model)
         anywhere = average_logs(self.session, logs, samples, what, note=float(self._set), means=means)
@@ -579,17 +564,17 @@ class DataParallel:
         return own, wanted, given
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
-        self.steps.flush()
+        self.updates.flush()
         returned = self._methods.own("compile")(*args, **kwargs)
-        self.steps.refuse_outside()
+        self.updates.refuse_outside()
         return returned
 
     def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        lock = self.steps.between_steps
+        lock = self.updates.between_steps
         # A step may wait for this call: its data may come from code that uses the model.
         holds = name in _BETWEEN_STEPS and lock.acquire(timeout=_STEP_S)
         try:
-            self.steps.flush()
+            self.updates.flush()
             self._set = self._set or name in _SET
             returned = self._methods.own(name)(*args, **kwargs)
             if name in _SET:

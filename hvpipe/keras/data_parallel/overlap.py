@@ -1,22 +1,19 @@
-"""The overlap modes: when each bucket of gradients is reduced, and when its variables are updated.
+"""The interface of overlap modes: what one does in the graph of a step, and between steps.
 
-Pictures show two steps; time goes to the right. `reduce` runs in the engine, the rest in TensorFlow.
+overlap_modes.py has the modes, with a picture of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import keras
-import tensorflow as tf
-
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, note_collected
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions
 from hvpipe.keras.data_parallel.bucket_update import BucketUpdate
-from hvpipe.keras.data_parallel.local_rounds import LocalRounds, RoundOptions
-from hvpipe.keras.gpu import on_the_host
+from hvpipe.keras.data_parallel.step_findings import StepFindings
+from hvpipe.keras.initial_state import shared_slots
 
 
 @dataclass(frozen=True)
@@ -31,9 +28,22 @@ class Buckets:
         self.update.note_own(gradients)
         return self.reducer.submit(share, gradients, **options)
 
-    def update_where_submitted(self, token: Any) -> list[Any]:
-        """Collect and update all buckets if `token` (int64 scalar) is above 0. Return a scalar for each."""
-        return self.update.update_where_submitted([token] * len(self.reducer.plan.buckets))
+
+@dataclass(frozen=True)
+class RoundOptions:
+    """How long rounds are, and what the outer step does.
+
+    Args:
+        every: Steps of a round.
+        learning_rate: Of the outer step.
+        momentum: Nesterov momentum of the outer step.
+        waiting_steps: Rounds that end within so many steps wait for their average.
+    """
+
+    every: int = 1
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    waiting_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,291 +54,183 @@ class OverlapOptions:
         warmup_steps: Steps at the start of "stale" that update with their own gradients, and steps before
             "int8" and "powersgd" compress.
         rounds: Of "local".
-        counts_updates: Whether "step" counts complete updates, for elastic jobs. A GPU's host waits for that.
+        elastic: Whether ranks may be lost, so that no update may be left half applied.
     """
 
     warmup_steps: int = 0
     rounds: RoundOptions = field(default_factory=RoundOptions)
-    counts_updates: bool = False
+    elastic: bool = False
+
+
+class Rounds:
+    """The rounds of a mode that reduces in every step: none, so nothing happens between steps."""
+
+    steps = 0
+    """The steps of this round so far."""
+
+    def check_length(self, steps: int) -> None:
+        """Raise HvpipeError if a round would end within `steps` that are taken together."""
+
+    def check_readable(self) -> None:
+        """Raise HvpipeError if the ranks' weights may differ."""
+
+    def begin_steps(self, counted: Callable[[], float]) -> None:
+        """Begin a round, if none has begun; `counted` returns the samples that this rank has trained on."""
+
+    def end_steps(self, steps: int, counted: Callable[[], float]) -> None:
+        """Count steps that have run, and end the round if it is complete; collective then."""
+
+    def complete(self, counted: Callable[[], float]) -> None:
+        """Let all ranks have equal weights; collective."""
+
+    def drop(self) -> None:
+        """Forget the round, and what is under way, which all ranks have sent. Weights stay as they are."""
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's tensors by name, between two rounds: what `resume` needs to go on alike."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any], counted: Callable[[], float]) -> None:
+        """Go on from a `state`, with the weights of that moment; collective if a round was under way."""
 
 
 class Overlap:
-    """Says what starts when in a training step. One object serves one optimizer."""
+    """Says what starts when in a training step. One object serves one hook in an optimizer."""
 
-    defers: ClassVar[bool] = False
-    """Whether gradients may wait for the next step: `finish` must run before weights are read outside."""
-    updates_in_next_step: ClassVar[bool] = False
-    """Whether the update comes after the step's graph, which therefore must not use weights after `apply`."""
-    in_turn: ClassVar[bool] = False
-    """Whether buckets are reduced in the order of the plan instead of by urgency."""
-    on_stream: ClassVar[bool] = False
-    """Whether a step needs all sums before it goes on, so that a GPU may wait for them, not the host."""
     exact: ClassVar[bool] = True
     """Whether weights are, bit for bit, those of "none"."""
     reduces_gradients: ClassVar[bool] = True
     """Whether gradients are reduced. If not, each rank updates with its own, and weights differ."""
-    rounds: LocalRounds | None = None
-    """What is reduced between steps, if gradients are not."""
+    defers: ClassVar[bool] = False
+    """Whether an update may wait for the next step."""
+    to_readers: ClassVar[str] = ""
+    """What to tell of callbacks (%s) that may read weights at batches."""
 
-    def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
+    buckets: Buckets
+    """What is reduced and updated; set by `attach`."""
+
+    def __init__(self, options: OverlapOptions) -> None:
         self._options = options
+        self.rounds = Rounds()
+        """What is reduced between steps."""
+        self.waits = False
+        """Whether an update waits for the next step: `finish` must run before weights are read outside."""
+
+    @property
+    def reducer(self) -> BucketReducer:
+        """What reduces the buckets."""
+        return self.buckets.reducer
+
+    # --- What the mode can be used for ------------------------------------------------------------------
+
+    @classmethod
+    def rounds_from(
+        cls, name: str, every: int | None, learning_rate: float, momentum: float, warmup_steps: int
+    ) -> RoundOptions:
+        """Return the rounds that were asked for. Raises HvpipeError for wrong arguments."""
+        if every is not None or (learning_rate, momentum) != (1.0, 0.0):
+            raise HvpipeError(
+                'every, outer_learning_rate and outer_momentum are for overlap="local". Received: '
+                f"every={every}, outer_learning_rate={learning_rate} and outer_momentum={momentum} with "
+                f"overlap={name!r}"
+            )
+        return RoundOptions()
+
+    @classmethod
+    def check_options(cls, nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:
+        """Raise HvpipeError for options that this mode rules out."""
+
+    @classmethod
+    def check_train_on_batch(cls) -> None:
+        """Raise HvpipeError if this mode needs `fit`."""
+
+    @classmethod
+    def within_step(cls) -> type[Overlap]:
+        """Return the mode with the same results that updates within the graph of the step."""
+        return cls
+
+    @classmethod
+    def equal_slots(cls, optimizer: Any) -> list[Any]:
+        """Return the optimizer's variables that are equal on all ranks."""
+        return shared_slots(optimizer)
+
+    @classmethod
+    def own_weights(cls, model: Any) -> list[Any]:
+        """Return the trainable weights that may differ between ranks at the end of a step."""
+        return []
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise HvpipeError if this mode cannot train with the optimizer."""
 
-    def begin(self, buckets: Buckets, samples: Any) -> None:
+    def reduce_options(self, options: ReduceOptions) -> ReduceOptions:
+        """Return how this mode cuts and sends gradients."""
+        return options
+
+    @property
+    def updates_piecewise(self) -> bool:
+        """Whether a step may update one bucket after the other. If a rank is lost, some are left out."""
+        return not self._options.elastic
+
+    def attach(self, buckets: Buckets) -> None:
+        """Reduce and update these buckets from now on."""
+        self.buckets = buckets
+
+    # --- In the graph of a step ---------------------------------------------------------------------------
+
+    def begin(self, samples: Any) -> None:
         """Start a step's graph, before the forward. `samples` (scalar) is computed from the step's batch."""
 
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
+    def apply(
+        self, gradients: Sequence[Any], variables: Sequence[Any], reduce_and_update: Callable[[], None]
+    ) -> None:
+        """Take the gradients of a call of the optimizer.
+
+        Args:
+            gradients: A gradient or None for each variable.
+            variables: The variables.
+            reduce_and_update: Puts the gradients in the order of the plan, and calls the method below.
+        """
+        reduce_and_update()
+
+    def reduce_and_update(self, gradients: Sequence[Any], share: Any) -> None:
         """Reduce this step's gradients and update as the mode says.
 
         Args:
-            buckets: The buckets of the variables that have gradients.
-            gradients: One for each variable, from `BucketReducer.as_submitted`.
+            gradients: One for each variable of the buckets, from `BucketReducer.as_submitted`.
             share: The factor for this rank's gradients, from `BucketReducer.announce`.
         """
         raise NotImplementedError
 
-    def finish(self, buckets: Buckets) -> None:
-        """Run the updates that wait for the next step, eagerly."""
+    def end(self) -> None:
+        """End a step's graph. Raises HvpipeError if it does not fit the plan, unless it is only inspected."""
+
+    def inspect_trace(self, trace: Callable[[], None]) -> list[StepFindings]:
+        """As `GraphInspection.inspect_trace`; an empty list if the mode needs no plan beforehand."""
+        return []
+
+    # --- Between steps ------------------------------------------------------------------------------------
+
+    def ran(self) -> None:
+        """Note that a step has run."""
+
+    def finish(self) -> None:
+        """Run the update that waits for the next step, eagerly. Weights are then as after the last step."""
+
+    @property
+    def owes_update(self) -> bool:
+        """Whether the update of the last step waits, and would change if the optimizer did."""
+        return False
+
+    def hold(self) -> list[Any]:
+        """Return the sums that wait because they belong to the next step; collective if there may be any."""
+        return []
+
+    def resume(self, steps: int, sums: Sequence[Any]) -> None:
+        """Continue after this many steps, with the sums that `hold` returned; collective if there are any."""
+        self.reducer.step.assign(steps)
 
     def forget(self) -> None:
         """Forget the gradients that are under way, which are lost with a rank."""
 
-    def updates(self) -> Any:
+    def completed_updates(self) -> Any:
         """Return how many deferred updates are complete (scalar); None if none are deferred."""
-
-    def hold(self, buckets: Buckets) -> list[Any]:
-        """Finish as far as it changes no result; return the sums that the next step will update with.
-
-        There are such sums where an update belongs to the next step. Collective then.
-        """
-        self.finish(buckets)
-        return []
-
-    def resume(self, buckets: Buckets, sums: Sequence[Any]) -> None:
-        """Let the next step update with these sums, as `hold` returned them; collective if there are any."""
-
-
-class NoOverlap(Overlap):
-    """The linear baseline, "none": compute, reduce, update, one after the other.
-
-    | forward | backward | reduce all | update all | forward | backward | reduce all | update all |
-    """
-
-    on_stream = True
-
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        # All of backward comes before anything is sent.
-        tokens = buckets.submit(gradients, share, after=lambda _: gradients)
-        buckets.update.update_all(tokens)
-
-
-class BackwardOverlap(Overlap):
-    """Reduce during backward, "backward": each bucket is submitted as soon as backward has computed it.
-
-    | forward | backward ........| update | forward | backward ........| update |
-                  reduce  reduce   reduce               reduce  reduce   reduce
-    """
-
-    on_stream = True
-
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        for done in buckets.update.update_submitted(buckets.submit(gradients, share)):
-            note_collected(done)
-
-
-class _Deferring(Overlap):
-    """A mode whose buckets may still be under way when the step's graph ends."""
-
-    defers = True
-
-    def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
-        super().__init__(options)
-        with tf.init_scope(), on_the_host():
-            # From the last submits into the next step; 0: nothing waits to be collected.
-            self._token = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_token")
-
-    def finish(self, buckets: Buckets) -> None:
-        token = self._token.read_value()
-        buckets.update_where_submitted(token)
-        with on_the_host():
-            self._token.assign(tf.zeros_like(token))
-
-    def forget(self) -> None:
-        """Collect nothing in the next step."""
-        self._token.assign(0)
-
-
-class StepOverlap(_Deferring):
-    """Also reduce during the next forward, "step": a step begins with the update of the one before.
-
-    | update, forward | backward ........| update, forward | backward ........|
-          reduce  reduce  reduce  reduce reduce    reduce  reduce  reduce  reduce
-
-    TensorFlow orders by data flow, so a layer's forward waits for its own variables only. The weights equal
-    those of "none" bit for bit.
-    """
-
-    updates_in_next_step = True
-
-    def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
-        super().__init__(options)
-        self._finished: list[Any] = []  # a scalar for each bucket of this step's graph: its update is done
-        with tf.init_scope(), on_the_host():
-            self._updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_updates")
-
-    def begin(self, buckets: Buckets, samples: Any) -> None:
-        # Only if there is a batch: the call that reaches the end of the data runs the ops that need no data,
-        # and may stop anywhere.
-        with tf.control_dependencies([samples]):
-            token = self._token.read_value()
-        self._finished = buckets.update_where_submitted(token)
-        # TensorFlow orders this after the read above, and before the assignment in `reduce_and_update`.
-        with on_the_host():
-            self._token.assign(tf.zeros_like(token))
-            if self._options.counts_updates:
-                with tf.control_dependencies(self._finished):
-                    self._updates.assign_add(tf.cast(token > 0, tf.int64))
-
-    def updates(self) -> Any:
-        """Return how many steps' updates the steps after them have completed (scalar)."""
-        return self._updates.read_value()
-
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        # A gradient may be ready before its bucket's update: a linear loss's gradient needs no weights.
-        tokens = buckets.submit(gradients, share, after=lambda bucket: [self._finished[bucket]])
-        with on_the_host():
-            self._token.assign(tf.add_n(tokens))
-
-
-class StaleOverlap(_Deferring):
-    """Reduce during the whole next step, "stale": update with the gradients of the step before.
-
-    | forward | backward | update t-1 | forward | backward | update t |
-      reduce t-1 ........               reduce t ..........
-
-    The results differ from "none" (Pipe-SGD: Li et al., NeurIPS 2018), except in the first `warmup_steps`
-    steps, which update with their own gradients at once.
-    """
-
-    exact = False
-    # The next step collects all of this step's buckets. Urgent ones would delay the previous step's buckets
-    # and its update.
-    in_turn = True
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Raise HvpipeError for gradient accumulation and for a LossScaleOptimizer."""
-        if optimizer.gradient_accumulation_steps:
-            raise HvpipeError(
-                'overlap="stale" needs an update at every step: use another overlap with accumulation. '
-                "Received: an optimizer with "
-                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}"
-            )
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise HvpipeError(
-                'overlap="stale" needs unscaled gradients: it would unscale the gradients of one step by the '
-                "scale of the next. Use another overlap, or the policy mixed_bfloat16. "
-                f"Received: optimizer {optimizer.name}, a LossScaleOptimizer"
-            )
-
-    def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        with tf.control_dependencies([share]):
-            before = self._token.read_value()
-        finished = buckets.update_where_submitted(before)
-        tokens = buckets.submit(gradients, share, after=lambda bucket: [finished[bucket]])
-        with on_the_host():
-            token = tf.add_n(tokens)
-            warming_up = buckets.reducer.step <= self._options.warmup_steps
-
-        def finish_now() -> Any:
-            with tf.control_dependencies(buckets.update_where_submitted(token)), on_the_host():
-                return tf.zeros_like(token)
-
-        self._token.assign(tf.cond(warming_up, finish_now, lambda: tf.identity(token)))
-
-    def hold(self, buckets: Buckets) -> list[Any]:
-        """Read the sums that the next step will update with, and give them back; collective."""
-        if int(self._token.numpy()) == 0:
-            return []
-        tokens = [self._token.read_value()] * len(buckets.reducer.plan.buckets)
-        sums = [tf.identity(total) for total in buckets.reducer.collect_all(tokens)]
-        self.resume(buckets, sums)
-        return sums
-
-    def resume(self, buckets: Buckets, sums: Sequence[Any]) -> None:
-        """Let the next step update with these sums; collective. Rank 0's count.
-
-        They are reduced once more: the other ranks add -0.0, which changes no bit of any number.
-        """
-        if not sums:
-            return
-        first = buckets.reducer.rank == 0
-        variables = buckets.reducer.variables
-        mine = [_sum_of(v, total if first else None) for v, total in zip(variables, sums, strict=True)]
-        buckets.reducer.announce(tf.constant(1.0, tf.float64))
-        buckets.reducer.step.assign_sub(1)
-        tokens = buckets.reducer.submit(tf.constant(1.0, tf.float64), mine)
-        with on_the_host():
-            self._token.assign(tf.add_n(tokens))
-
-
-class LocalOverlap(Overlap):
-    """Reduce once in a round of steps, "local": each rank updates with its own gradients.
-
-    | step | step | step | step | correct | step | step | step | step | correct |
-                          reduce ...................        reduce ..............
-
-    The results differ from "none" (DaSGD: Zhou et al., 2020); local_rounds.py says what is reduced.
-
-    Each rank's optimizer keeps its own state and its own `iterations`, which schedules follow. Nothing makes
-    them equal: all ranks take the same number of steps, which `OptimizerHook.complete_round` checks. A step
-    that only one rank skips, because its loss scale overflows, stays missing in that rank's `iterations`.
-    """
-
-    exact = reduces_gradients = False
-
-    def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
-        super().__init__(options)
-        self.rounds = LocalRounds(options.rounds)
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Raise HvpipeError if the optimizer averages weights (use_ema): each rank would average its own."""
-        if any(part.use_ema for part in parts_of(optimizer)):
-            raise HvpipeError(
-                'overlap="local" needs an optimizer without use_ema: each rank would average its own '
-                f"weights. Received: an optimizer {optimizer.name} with use_ema=True"
-            )
-
-
-def parts_of(optimizer: Any) -> list[Any]:
-    """Return the optimizers inside a MultiOptimizer, or the optimizer itself, without its loss scale."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return list(getattr(inner, "optimizers", [inner]))
-
-
-def _sum_of(variable: Any, total: Any) -> Any:
-    """Return a saved sum in its variable's type, or -0.0 everywhere."""
-    dtype = tf.as_dtype(variable.dtype)
-    if total is None:
-        return tf.fill(variable.shape, tf.cast(-0.0, dtype))
-    found = tf.convert_to_tensor(total)
-    return tf.bitcast(found, dtype) if found.dtype.is_integer else found
-
-
-OVERLAPS: dict[str, type[Overlap]] = {
-    "none": NoOverlap,
-    "backward": BackwardOverlap,
-    "step": StepOverlap,
-    "stale": StaleOverlap,
-    "local": LocalOverlap,
-}
-"""The modes by the name that users give."""
-
-
-def overlap_named(name: str) -> type[Overlap]:
-    """Return the mode with this name. Raises HvpipeError if the name is unknown."""
-    if name not in OVERLAPS:
-        wanted = ", ".join(map(repr, OVERLAPS))
-        raise HvpipeError(f"overlap should be one of {wanted}. Received: overlap={name!r}")
-    return OVERLAPS[name]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import learning_rate_variable
 from hvpipe.keras.variables import identity, name_of, native
 
@@ -37,6 +40,10 @@ class StepFindings:
         """Return whether exactly these variables have a gradient."""
         return set(map(identity, self.trained)) == set(map(identity, variables))
 
+    def fit(self, variables: Sequence[Any]) -> bool:
+        """Return whether a plan for these variables fits the step."""
+        return not self.must_update_at_once and not self.dense_tables and self.trains(variables)
+
     def __str__(self) -> str:
         if self.update_is_hidden:
             return "an update in a tf.function or branch of its own"
@@ -48,40 +55,100 @@ class StepFindings:
         return f"gradients of {len(self.trained)} variables: {', '.join(map(name_of, self.trained[:3]))} ..."
 
 
-class UpdateInGraph:
-    """Notes where the update is in a step's graph, and returns the findings once the graph is complete.
+class GraphInspection:
+    """Finds out whether the graphs of steps fit the plan that they begin with.
 
     Args:
-        graph: The graph of the step.
-        trained: The variables that have a gradient.
-        hidden: Whether the update is in another graph inside the step's.
-        dense_tables: As in StepFindings.
+        update_is_last: Whether the update comes after the step's graph.
     """
 
-    def __init__(
-        self,
-        graph: Any,
-        trained: Sequence[Any],
-        hidden: bool,
-        dense_tables: frozenset[int] = frozenset(),
-    ) -> None:
-        self._graph = graph
-        self._found = StepFindings(tuple(trained), update_is_hidden=hidden, dense_tables=dense_tables)
-        self._operations_before: int | None = None
+    def __init__(self, update_is_last: bool) -> None:
+        self._update_is_last = update_is_last
+        self._graph: Any = None  # of the step
+        self._optimizer: Any = None
+        self._planned: Sequence[Any] = ()  # the variables of the plan
+        self._update: StepFindings | None = None  # of the step so far
+        self._operations_before: int | None = None  # the end of the update
+        self._found: list[StepFindings] | None = None  # set while a step is traced without being run
+        self._ended_trace = False
 
-    def ends(self) -> None:
+    def begin(self) -> None:
+        """Begin the graph of a step."""
+        self._graph, self._update = tf.compat.v1.get_default_graph(), None
+
+    def update_begins(
+        self, optimizer: Any, planned: Sequence[Any], trained: Sequence[Any], dense_tables: frozenset[int]
+    ) -> bool:
+        """Return whether the graph may update by the plan.
+
+        Args:
+            optimizer: The optimizer that updates.
+            planned: The variables of the plan.
+            trained: The variables that have a gradient.
+            dense_tables: As in StepFindings.
+        """
+        nested = tf.compat.v1.get_default_graph() is not self._graph
+        hidden = self._update_is_last and nested
+        found = StepFindings(tuple(trained), update_is_hidden=hidden, dense_tables=dense_tables)
+        self._update, self._optimizer, self._planned = found, optimizer, planned
+        if found.fit(planned):
+            return True
+        if nested:
+            # The user's tf.function would keep this graph, which has no update: end its trace.
+            if self._found is not None:
+                self._found.append(found)
+                self._ended_trace = True
+            raise _misfit(found)
+        return False
+
+    def update_ends(self) -> None:
         """Note that whatever the graph gets from now on comes after the update."""
         self._operations_before = len(self._graph.get_operations())
 
-    def findings(self, optimizer: Any) -> StepFindings:
-        """Return the findings of the complete graph; without `ends`, none about what follows the update."""
-        if self._operations_before is None or self._found.update_is_hidden:
-            return self._found
+    def end(self) -> None:
+        """End the graph. Raises HvpipeError if the plan does not fit, unless the graph is only inspected."""
+        found, self._update = self._update, None
+        if found is None:
+            return
+        if self._update_is_last and not found.update_is_hidden:
+            found = replace(found, used_after_update=self._used_after_update(found.trained))
+        if self._found is not None:
+            self._found.append(found)
+        elif not found.fit(self._planned):
+            raise _misfit(found)
+
+    def _used_after_update(self, trained: Sequence[Any]) -> tuple[str, ...]:
         later = self._graph.get_operations()[self._operations_before :]
         taken = {id(tensor) for operation in later for tensor in operation.inputs}
         touched = {id(outside) for outside, inside in self._graph.captures if id(inside) in taken}
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = getattr(self._optimizer, "inner_optimizer", self._optimizer)
         rate = learning_rate_variable(inner)  # no update changes it
-        watched = [*self._found.trained, *(v for v in optimizer.variables if v is not rate)]
-        used = tuple(name_of(v) for v in watched if id(native(v).handle) in touched)
-        return replace(self._found, used_after_update=used)
+        watched = [*trained, *(v for v in self._optimizer.variables if v is not rate)]
+        return tuple(name_of(v) for v in watched if id(native(v).handle) in touched)
+
+    def inspect_trace(self, trace: Callable[[], None]) -> list[StepFindings]:
+        """Call `trace`, which traces steps without running them; return the findings about each graph.
+
+        If they do not fit, the graph must not run, because it lacks the update.
+        """
+        found: list[StepFindings] = []
+        self._found, self._ended_trace = found, False
+        try:
+            trace()
+        except Exception:
+            # `update_begins` may have ended the trace of a nested graph that must not be kept. AutoGraph
+            # replaces errors that pass through it, so their type does not tell.
+            if not self._ended_trace:
+                raise
+        finally:
+            self._found = None
+        return found
+
+
+def _misfit(findings: StepFindings) -> HvpipeError:
+    return HvpipeError(
+        "hvpipe plans a step from its graph before the step runs. This graph was traced while it ran (by a "
+        "custom make_train_function, or in another device scope than before), and does not fit the plan. "
+        'Use overlap="backward", which needs no plan beforehand. '
+        f"Received: {findings}"
+    )

@@ -1,4 +1,4 @@
-"""Traces a train function before it runs, so that its graph can be inspected first."""
+"""Traces a train function before it runs, so that its graph can be inspected first, and planned anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,46 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import step_functions
+from hvpipe.keras.data_parallel.planned_updates import PlannedUpdates
+
+_MOST_PLANS = 3  # one from the model, one from its graph's findings, a third for another batch shape
+
+
+class PlannedFunction:
+    """A train function that is made anew where the plan that its graphs hold was replaced.
+
+    Args:
+        function: The train function.
+        make_anew: Returns another one, without graphs.
+        updates: Has the plan.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        make_anew: Callable[[], Callable[..., Any]],
+        updates: PlannedUpdates,
+    ) -> None:
+        self._function, self._ahead = function, TraceAhead(function)
+        self._make_anew = make_anew
+        self._updates = updates
+        self._plan: int | None = None  # of the graphs
+
+    def fitted(self, data: Any) -> Callable[..., Any]:
+        """Return a function whose graph for `data`, an iterator or a list of batches, fits the plan."""
+        for _ in range(_MOST_PLANS):
+            if self._plan not in (None, self._updates.plans):
+                self._function = self._make_anew()
+                self._ahead = TraceAhead(self._function)
+            self._plan = self._updates.plans
+            if self._updates.fit(lambda: self._ahead.trace(data)):
+                return self._function
+        raise HvpipeError(
+            "train_step should have gradients for the same variables whenever it is traced. "
+            f"Received: different variables in each of {_MOST_PLANS} traces"
+        )
 
 
 class TraceAhead:

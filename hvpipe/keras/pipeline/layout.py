@@ -10,10 +10,10 @@ from functools import cached_property
 from hvpipe.errors import PlanError
 from hvpipe.keras.graph.layer_graph import LayerGraph
 from hvpipe.keras.graph.stage_cuts import Stages, cut_stages
-from hvpipe.keras.pipeline.rank_program import RankProgram
 from hvpipe.plan.stage_plan import Plan, odd_layers
 from hvpipe.schedule.action import Action
 from hvpipe.schedule.plan_schedule import check_is_pipeline
+from hvpipe.schedule.program import RankProgram
 from hvpipe.schedule.schedule import Schedule
 from hvpipe.schedule.training_schedule import one_at_a_time, training_schedule
 from hvpipe.schedule.verify import verify
@@ -51,10 +51,10 @@ class Layout:
             if training:
                 schedule = self.whole_schedule if self.has_replicas else self.make_schedule(count)
                 verified = verify(schedule, self.stages.dataflow)
-                self._programs[key] = RankProgram.training(schedule, verified.programs, schedule_rank, count)
+                self._programs[key] = RankProgram.first(schedule, verified.programs, schedule_rank, count)
             else:
                 self._programs[key] = RankProgram.forward_only(
-                    self.whole_schedule, self.stages, schedule_rank, count
+                    self.whole_schedule, self.stages.dataflow, schedule_rank, count
                 )
         return self._programs[key]
 
@@ -84,7 +84,7 @@ class Layout:
     def peers_of(self, world_rank: int) -> tuple[int, ...]:
         """Return the world ranks with which a rank exchanges tensors in training, ascending."""
         program = self.program(self.microbatches, world_rank, True)
-        messages = [step.message for step in program.program if not isinstance(step, Action)]
+        messages = [step.message for step in program.steps if not isinstance(step, Action)]
         ends = {end for message in messages for end in (message.source, message.target)}
         return tuple(sorted(self.ranks[rank] for rank in ends - {program.rank}))
 

@@ -28,7 +28,12 @@ from hvpipe.keras.graph.layer_graph import functional_of, layer_graph
 from hvpipe.keras.graph.stage_cuts import Stages
 from hvpipe.keras.initial_state import broadcast_model, normalizing, settle
 from hvpipe.keras.one_writer import with_one_writer
-from hvpipe.keras.pipeline.batch_targets import agreed_signature, check_samples, flat_targets
+from hvpipe.keras.pipeline.batch_targets import (
+    agreed_signature,
+    check_samples,
+    common_signature,
+    flat_targets,
+)
 from hvpipe.keras.pipeline.callbacks import CombineState, make_folders, without_duplicates
 from hvpipe.keras.pipeline.context import PipelineContext
 from hvpipe.keras.pipeline.layout import Layout, layout_of
@@ -53,7 +58,7 @@ from hvpipe.keras.pipeline.optimizer_settings import (
     learning_rate_of,
 )
 from hvpipe.keras.pipeline.plan_choice import PipelineOptions, plan_for
-from hvpipe.keras.pipeline.rank_driver import RankDriver, RankDrivers
+from hvpipe.keras.pipeline.rank_driver import Coverages, RankDriver
 from hvpipe.keras.pipeline.same_pipeline import check_same_pipeline
 from hvpipe.keras.pipeline.saving import PipelineSaving
 from hvpipe.keras.pipeline.shared_variables import SharedVariables
@@ -216,7 +221,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
 
     def _forget_compiled(self) -> None:
         """Drop everything that depends on the arguments of `compile`."""
-        self._drivers = RankDrivers(self, self._context)
+        self._forget_drivers()
         self._logs = PipelineLogs(self._context.session)
         self._has_trained = False
 
@@ -227,7 +232,11 @@ class PipelineParallel(PipelineSaving, keras.Model):
         """
         settle(self)
         if any(map(normalizing, self.stages.graph.all_layers())):
-            self._drivers = RankDrivers(self, self._context)
+            self._forget_drivers()
+
+    def _forget_drivers(self) -> None:
+        self._drivers: list[RankDriver] = []  # one for each structure of targets
+        self._coverages: Coverages = {}
 
     @property
     def logs(self) -> PipelineLogs:
@@ -446,7 +455,8 @@ class PipelineParallel(PipelineSaving, keras.Model):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(one)
             inputs = self._inputs(x)
             batch = Batch(inputs, (), int(inputs[0].shape[0]))
-            outputs.append(self._drivers.for_prediction().predict(batch))
+            driver = self._drivers[0] if self._drivers else self._new_driver(None, ())
+            outputs.append(driver.predict(batch))
         return self.pack_outputs([tf.concat(of_output, 0) for of_output in zip(*outputs, strict=True)])
 
     def _inputs(self, x: Any) -> list[Any]:
@@ -456,11 +466,27 @@ class PipelineParallel(PipelineSaving, keras.Model):
         return list(compat.standardize_inputs(functional, x))
 
     def _driver_for(self, what: str, structure: Any, batch: Batch) -> RankDriver:
-        """Return the driver for targets like the data rank's; collective."""
+        """Return the driver for targets like the data rank's; collective.
+
+        If sizes differ from earlier batches, a driver that leaves them open replaces the old one.
+        """
         layout = self._context.layout
         step = f"{what} step of {layout.stages.graph.name}"
         signature = agreed_signature(self._context.session, layout.data_rank, step, structure, batch)
-        return self._drivers.for_targets(structure, signature)
+        for driver in self._drivers:
+            common = common_signature(driver.structure, driver.signature, structure, signature)
+            if common == driver.signature:
+                return driver
+            if common is not None:
+                self._drivers.remove(driver)
+                signature = common
+                break
+        return self._new_driver(structure, signature)
+
+    def _new_driver(self, structure: Any, signature: Sequence[Any]) -> RankDriver:
+        driver = RankDriver(self, self._context, structure, signature, self._coverages)
+        self._drivers.append(driver)
+        return driver
 
     def _metric_weights(self) -> dict[str, float]:
         """Return the sums of weights of the last stage's metrics that are means, by name."""

@@ -15,7 +15,7 @@ from hvpipe.keras import compat
 from hvpipe.keras.graph.deferred_build import foreign_weight_error
 from hvpipe.keras.graph.layer_graph import functional_of
 from hvpipe.keras.graph.stage import StageFunctions
-from hvpipe.keras.pipeline.batch_targets import common_signature, describe_targets
+from hvpipe.keras.pipeline.batch_targets import describe_targets
 from hvpipe.keras.pipeline.context import PipelineContext
 from hvpipe.keras.pipeline.gradient_coverage import GradientCoverage, apply_coverage, find_coverage
 from hvpipe.keras.pipeline.loss_entries import EntryCounter, masked_losses
@@ -71,9 +71,6 @@ class RankDriver:
             for stage in layout.stages_of(context.rank)
         }
         self._entries = self._entry_counter() if with_loss else None
-        self._step = PipelineStep(
-            layout.stages, self.functions, layout.ranks, context.channel, context.session.engine.recorded
-        )
         self._update: PipelineUpdate | None = None
         self._state: StepState | None = None
         self._trained = _TrainedSamples()
@@ -124,9 +121,12 @@ class RankDriver:
         with ending_all(context.session):
             update.begin(program.stages)
             state.begin(program.microbatches)
-            result = self._step.train(
-                program, batch, self._observe, update.stage_done, update.loss_scale, state.moved_by
-            )
+            result = PipelineStep(
+                *(context, self.functions, program, batch, "train", self._observe),
+                stage_done=update.stage_done,
+                loss_scale=update.loss_scale,
+                moved_by=state.moved_by,
+            ).run()
             state.finish()
         with engine.recorded("update", "weights of this rank"), ending_all(context.session, but=HvpipeError):
             update.apply()
@@ -144,7 +144,8 @@ class RankDriver:
         context.shared.combine_state()
         program = context.layout.program(batch.samples, context.rank, False)
         with ending_all(context.session):
-            result = self._step.evaluate(program, batch, self._observe)
+            step = PipelineStep(context, self.functions, program, batch, "evaluate", self._observe)
+            result = step.run()
         context.channel.finish()
         return result
 
@@ -155,7 +156,7 @@ class RankDriver:
         context.shared.combine_state()
         program = context.layout.program(batch.samples, context.rank, False)
         with ending_all(context.session):
-            result = self._step.predict(program, batch)
+            result = PipelineStep(context, self.functions, program, batch, "predict").run()
         context.channel.finish()
         mine = {i: [np.asarray(value) for value in values] for i, values in result.outputs.items()}
         everyone: dict[int, list[Any]] = {}
@@ -245,43 +246,6 @@ class RankDriver:
         y, sample_weight = self._pack_targets(targets)
         metrics = compat.compiled_metrics(self._pipeline)
         metrics.update_state(y, self._pipeline.pack_outputs(outputs), sample_weight)
-
-
-class RankDrivers:
-    """Makes a driver for each structure of targets. All ranks ask for the same ones together."""
-
-    def __init__(self, pipeline: Any, context: PipelineContext) -> None:
-        self._pipeline = pipeline
-        self._context = context
-        self._coverages: Coverages = {}
-        self._drivers: list[RankDriver] = []
-
-    def __iter__(self) -> Any:
-        return iter(self._drivers)
-
-    def for_prediction(self) -> RankDriver:
-        """Return a driver for batches without targets: any existing one will do."""
-        return self._drivers[0] if self._drivers else self._made(None, ())
-
-    def for_targets(self, structure: Any, signature: Sequence[Any]) -> RankDriver:
-        """Return the driver for targets of this structure and signature; collective if it is a new one.
-
-        If sizes differ from earlier batches, a driver that leaves them open replaces the old one.
-        """
-        for driver in self._drivers:
-            common = common_signature(driver.structure, driver.signature, structure, signature)
-            if common == driver.signature:
-                return driver
-            if common is not None:
-                self._drivers.remove(driver)
-                signature = common
-                break
-        return self._made(structure, signature)
-
-    def _made(self, structure: Any, signature: Sequence[Any]) -> RankDriver:
-        driver = RankDriver(self._pipeline, self._context, structure, signature, self._coverages)
-        self._drivers.append(driver)
-        return driver
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distributed import expect_fatal
 
-SCRIPT = """
+IN_FIT = """
 import keras
 import numpy as np
 import hvpipe
@@ -30,7 +30,29 @@ model.fit(np.ones((8, 4)), np.ones((8, 4)), verbose=0)
 """
 
 
+IN_A_LOOP = """
+import tensorflow as tf
+import hvpipe
+import hvpipe.keras as hk
+
+hvpipe.init()
+branches = [tf.Variable([1.0], name="kernel"), tf.Variable([1.0], name="kernel")]
+gradient = tf.constant([1.0])
+for branch in branches:  # there is a plan for each branch alone
+    hk.average_gradients([gradient], [branch])
+mine = [gradient if rank == hvpipe.rank() else None for rank in range(2)]
+hk.average_gradients(mine, branches)
+"""
+
+
 def test_ranks_that_train_different_branches(tmp_path: Path) -> None:
     script = tmp_path / "case.py"
-    script.write_text(SCRIPT)
+    script.write_text(IN_FIT)
     expect_fatal(2, script, says=r"The ranks disagree.*training step 1 of sgd", within_s=90)
+
+
+def test_ranks_that_average_different_branches(tmp_path: Path) -> None:
+    """Regression: they averaged these, if each branch had been averaged alone before."""
+    script = tmp_path / "case.py"
+    script.write_text(IN_A_LOOP)
+    expect_fatal(2, script, says=r"The ranks disagree.*of gradients", within_s=90)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvpipe.keras.data_parallel.step_findings import UpdateInGraph
+from hvpipe.keras.data_parallel.step_findings import GraphInspection
 from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
 
 
@@ -80,19 +80,21 @@ def test_what_a_graph_uses_after_the_update(late: bool) -> None:
     weight = keras.Variable(np.ones(2, np.float32), name="kernel")
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build([weight])
-    found: list[Any] = []
+    inspection = GraphInspection(update_is_last=True)
 
     def step() -> Any:
-        update = UpdateInGraph(tf.compat.v1.get_default_graph(), [weight], hidden=False)
+        inspection.begin()
+        assert inspection.update_begins(optimizer, [weight], [weight], frozenset())
         weight.value.assign_add(tf.ones(2))
-        update.ends()
+        inspection.update_ends()
         result = tf.convert_to_tensor(optimizer.learning_rate)  # no update changes the learning rate
         if late:
             result += weight.value.read_value()[0]
-        found.append(update.findings(optimizer))
+        inspection.end()
         return result
 
-    tf.function(step, autograph=False).get_concrete_function()
-    assert found[0].trains([weight])
-    assert found[0].used_after_update == (("kernel",) if late else ())
-    assert found[0].must_update_at_once is late
+    (found,) = inspection.inspect_trace(tf.function(step, autograph=False).get_concrete_function)
+    assert found.trains([weight])
+    assert found.used_after_update == (("kernel",) if late else ())
+    assert found.must_update_at_once is late
+    assert found.fit([weight]) is not late

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvpipe
 from hvpipe.keras.data_parallel import backward_order
-from hvpipe.keras.data_parallel.overlap import OVERLAPS
+from hvpipe.keras.data_parallel.overlap_modes import OVERLAPS
 from training import CLASSES, FEATURES, assert_same_bits, compiled, fit, my_batches, parallel, state_of
 
 
