@@ -55,7 +55,6 @@ MOVED = {
         ("gpu_probes", "monitor.gpu_probes"),
         ("utilization", "monitor.utilization"),
         ("live", "monitor.status_files"),
-        ("live_mail", "monitor.status_datagrams"),
         ("live_report", "monitor.status_reporter"),
         ("bench_command", "commands.bench"),
         ("doctor", "commands.doctor"),
