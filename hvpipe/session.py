@@ -312,7 +312,7 @@ class Session:
         from hvpipe.monitor.status_reporter import open_status_reporter
 
         settings, world = self.settings, self.world
-        self.status_reporter = open_status_reporter(world, settings, self._progress)
+        self.status_reporter = open_status_reporter(self.engine, settings, self._progress)
         recorded = settings.trace_path or settings.utilization_path or settings.summary
         if not (recorded or self.status_reporter is not None):
             return

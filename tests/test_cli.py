@@ -86,7 +86,6 @@ FLAGS = {
         ),
         *("--schedule", "--seed", "--stages", "-h", "-o"),
     ],
-    "migrate": ["--help", "--json", "--write", "-h"],
     "bench": ["--help", "-h"],
 }
 
@@ -131,7 +130,7 @@ WORDS = st.one_of(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_words_end_with_an_exit_code(script: str, data: st.DataObject) -> None:
-    command = data.draw(st.sampled_from(["run", "profile", "plan", "blackbox", "report", "migrate"]))
+    command = data.draw(st.sampled_from(["run", "profile", "plan", "blackbox", "report"]))
     starts = ["--dry-run"] if command in ("run", "profile") else []
     words = data.draw(st.lists(st.one_of(st.sampled_from(FLAGS[command]), WORDS), max_size=6))
     try:
@@ -373,9 +372,7 @@ def test_output_that_nobody_reads_to_its_end() -> None:
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "unbuffered"), [("doctor", ""), ("doctor", "1"), ("migrate --help", "")]
-)
+@pytest.mark.parametrize(("arguments", "unbuffered"), [("doctor", ""), ("doctor", "1"), ("top --help", "")])
 def test_output_that_cannot_be_written(arguments: str, unbuffered: str) -> None:
     """Regression: a full disk ended in a traceback, or in exit code 120 and "Exception ignored"."""
     command = [sys.executable, "-m", "hvpipe", *arguments.split()]

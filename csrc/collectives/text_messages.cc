@@ -7,11 +7,18 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
+#include "core/event_log.h"
 #include "core/mpi_error.h"
 
 namespace hvpipe {
+namespace {
+
+constexpr double kLeaveS = 2;  // messages of ranks that still run take less
+
+}  // namespace
 
 ProcessName ProcessName::Own() {
   ProcessName own;
@@ -30,6 +37,7 @@ MpiTextMessages::MpiTextMessages(MPI_Comm communicator) : communicator_(communic
   HVPIPE_MPI(MPI_Comm_size(communicator_, &size));
   const ProcessName own = ProcessName::Own();
   processes_.resize(static_cast<std::size_t>(size));
+  messages_to_.resize(processes_.size());
   HVPIPE_MPI(
       MPI_Allgather(&own, sizeof own, MPI_BYTE, processes_.data(), sizeof own, MPI_BYTE, communicator_));
 }
@@ -57,6 +65,7 @@ void MpiTextMessages::Send(int rank, int kind, const std::string& text) {
   sent.text = text;
   HVPIPE_MPI(MPI_Isend(sent.text.data(), static_cast<int>(sent.text.size()), MPI_BYTE, rank, kind,
                        communicator_, &sent.request));
+  ++messages_to_[static_cast<std::size_t>(rank)];
 }
 
 std::optional<TextMessage> MpiTextMessages::Receive() {
@@ -73,11 +82,17 @@ std::optional<TextMessage> MpiTextMessages::Receive() {
   TextMessage message{status.MPI_SOURCE, status.MPI_TAG, std::string(static_cast<std::size_t>(bytes), '\0')};
   HVPIPE_MPI(MPI_Recv(message.text.data(), bytes, MPI_BYTE, message.rank, message.kind, communicator_,
                       MPI_STATUS_IGNORE));
+  ++messages_received_;
   return message;
 }
 
+// A message that arrives later may find another communicator in the place of this one.
 void MpiTextMessages::Free() {
-  while (Receive()) continue;
+  std::vector<int> messages_from(messages_to_.size());
+  HVPIPE_MPI(MPI_Alltoall(messages_to_.data(), 1, MPI_INT, messages_from.data(), 1, MPI_INT, communicator_));
+  const int all = std::accumulate(messages_from.begin(), messages_from.end(), 0);
+  const double end_s = Now() + kLeaveS;
+  while ((messages_received_ < all || !sent_.empty()) && Now() < end_s) Receive();
   HVPIPE_MPI(MPI_Comm_free(&communicator_));
 }
 

@@ -46,7 +46,7 @@ class TextMessages {
   virtual void Send(int rank, int kind, const std::string& text) = 0;
   // The next message that has arrived.
   virtual std::optional<TextMessage> Receive() = 0;
-  // Collective. Drops what has arrived.
+  // Collective. Drops what was sent.
   virtual void Free() = 0;
 
  protected:
@@ -75,7 +75,9 @@ class MpiTextMessages : public TextMessages {
   };
 
   MPI_Comm communicator_;
-  std::list<Sent> sent_;  // which MPI still reads
+  std::list<Sent> sent_;          // which MPI still reads
+  std::vector<int> messages_to_;  // that were sent, by rank
+  int messages_received_ = 0;
 };
 
 }  // namespace hvpipe

@@ -19,7 +19,7 @@
 namespace hvpipe {
 namespace {
 
-enum Kind : int { kStalled = 1, kAcknowledged, kAsk, kAnswer };
+enum Kind : int { kStalled = 1, kAcknowledged, kAsk, kAnswer, kStatus };
 
 constexpr std::chrono::milliseconds kPeriod(200);
 constexpr double kAcknowledgeS = 1;
@@ -127,6 +127,20 @@ void Watchdog::UseStacks(int signal, int file) {
   stack_file_ = file;
 }
 
+void Watchdog::TellRank0(std::string status) {
+  if (texts_.rank() == 0) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  status_ = std::move(status);
+}
+
+std::vector<std::string> Watchdog::TakeStatuses() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::string> taken;
+  for (auto& [rank, status] : statuses_) taken.push_back(std::move(status));
+  statuses_.clear();
+  return taken;
+}
+
 void Watchdog::Watch(bool on) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -188,6 +202,7 @@ void Watchdog::LookForLost(double now) {
 void Watchdog::Step(double now) {
   LookForLost(now);
   TakeStall(now);
+  SendStatus();
   while (const auto message = texts_.Receive()) Take(*message, now);
   if (own_ && now - told_s_ > kAcknowledgeS) {
     ++told_;
@@ -256,6 +271,15 @@ void Watchdog::TakeStall(double now) {
   own_.reset();
 }
 
+void Watchdog::SendStatus() {
+  std::optional<std::string> status;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    status.swap(status_);
+  }
+  if (status) texts_.Send(0, kStatus, *status);
+}
+
 void Watchdog::Take(const TextMessage& message, double now) {
   switch (message.kind) {
     case kStalled:
@@ -266,6 +290,11 @@ void Watchdog::Take(const TextMessage& message, double now) {
       return;
     case kAsk:
       return texts_.Send(message.rank, kAnswer, Answer());
+    case kStatus: {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      statuses_[message.rank] = message.text;
+      return;
+    }
     default:
       if (answers_.count(message.rank) != 0) answers_[message.rank] = message.text;
   }

@@ -1,4 +1,4 @@
-// The watchdog: signs of life, and reports of collectives that wait too long.
+// The watchdog: signs of life, reports of collectives that wait too long, and what ranks tell of their work.
 #pragma once
 
 #include <condition_variable>
@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "collectives/text_messages.h"
 #include "core/error.h"
@@ -49,6 +50,10 @@ class Watchdog {
   void Report(const Stall& stall);
   // `signal`, sent to a thread of this process, writes the stacks of all Python threads to `file`.
   void UseStacks(int signal, int file);
+  // Tell rank 0 how this rank does, at the next sign of life. Until then, a newer text replaces it.
+  void TellRank0(std::string status);
+  // What ranks have told this one since the last call: the newest text of each.
+  std::vector<std::string> TakeStatuses();
   // Whether to give signs of life and to report from now on.
   void Watch(bool on);
   // The last report that this rank printed.
@@ -60,6 +65,7 @@ class Watchdog {
   void Step(double now);
   void LookForLost(double now);
   void TakeStall(double now);
+  void SendStatus();
   void Take(const TextMessage& message, double now);
   void Collect(int rank, const Stall& stall, double now);
   std::map<int, Stall> Waiting() const;
@@ -81,6 +87,8 @@ class Watchdog {
   std::optional<Stall> reported_;
   int stack_signal_ = 0, stack_file_ = -1;
   std::string report_;
+  std::optional<std::string> status_;    // not sent yet
+  std::map<int, std::string> statuses_;  // not taken yet, by rank
 
   // Of the watchdog's thread.
   std::optional<Stall> own_;  // not acknowledged yet

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/exit_timer.h"
@@ -171,6 +172,17 @@ void BindEngine(EngineClass& engine) {
           nb::arg("name"), nb::arg("step"))
       .def(
           "end", [](Engine& self, const std::string& why) { self.flight().End(why); }, nb::arg("why"))
+      .def(
+          "tell_rank_0",
+          [](Engine& self, std::string status) { self.watchdog().TellRank0(std::move(status)); },
+          nb::arg("status"))
+      .def("take_statuses",
+           [](Engine& self) {
+             nb::list taken;
+             for (const auto& text : self.watchdog().TakeStatuses())
+               taken.append(nb::bytes(text.data(), text.size()));
+             return taken;
+           })
       .def("watch", &Engine::Watch, nb::arg("on"))
       .def("mark_signals", [](Engine& self) { self.flight().MarkSignals(); })
       .def(

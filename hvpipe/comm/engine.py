@@ -556,6 +556,15 @@ class Engine:
         if self._in_step:
             self._waited_s += time.perf_counter() - start_s
 
+    def tell_rank_0(self, status: str) -> None:
+        """Send rank 0 a text that tells how this rank does. Nothing waits for it. Any thread may call."""
+        if self.core is not None:
+            self.core.tell_rank_0(status)
+
+    def take_statuses(self) -> list[bytes]:
+        """Return the newest text of each rank that has told this one since the last call."""
+        return [] if self.core is None else self.core.take_statuses()
+
     def lose_ranks(self, why: str) -> None:
         """End all communication, because ranks are lost. Any thread may call."""
         if self.core is not None:

@@ -107,9 +107,3 @@ def interfaces() -> list[Interface]:
                 )
             )
     return found
-
-
-def interface_addresses() -> list[tuple[str, str]]:
-    """Return the IPv4 addresses of this host with their netmasks, without loopback; [] without psutil."""
-    found = [ipaddress.ip_interface(each.address) for each in interfaces() if each.up]
-    return [(str(each.ip), str(each.netmask)) for each in found]

@@ -20,12 +20,9 @@ GONE_S = 30.0
 
 JOB_PREFIX = "hvpipe-job-"
 _SWEPT_S = 3600.0
-_OTHERS = "others.json"
 _MOST_BYTES = 1 << 26  # of a file: more than a hundred thousand ranks write
 _MOST = 1e18
 """No figure of a rank is larger."""
-_CLOCKS_S = 2.0
-"""Clocks that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class RankStatus:
 
     @staticmethod
     def from_json(document: object) -> RankStatus | None:
-        """Return the status; None if no rank wrote it. Files may be cut off; datagrams come from anywhere."""
+        """Return the status; None if no rank wrote it. Anybody may have made the file."""
         if not isinstance(document, Mapping) or not document.keys() <= _TYPES.keys():
             return None
         if any(not isinstance(value, _TYPES[name]) for name, value in document.items()):
@@ -119,35 +116,22 @@ class StatusFolder:
         self._folder = root / f"{JOB_PREFIX}{job}"
         make_own(self._folder, user)
         self._mine = self._folder / f"rank-{rank}.json"
-        self._others = self._folder / _OTHERS
 
-    def write(self, mine: RankStatus) -> None:
-        """Write the status of this rank."""
-        _write(self._mine, mine.to_json())
+    def write(self, mine: RankStatus, others: Iterable[RankStatus] = ()) -> None:
+        """Write the status of this rank, and what ranks of other hosts have told it, all by its clock."""
+        with atomic_file(self._mine) as file:
+            file.write(json.dumps([one.to_json() for one in (mine, *others)]).encode())
 
-    def write_others(self, others: Iterable[RankStatus]) -> None:
-        """Write what ranks sent from hosts that do not share this folder."""
-        _write(self._others, [other.to_json() for other in others])
-
-    def close(self, *, with_others: bool) -> None:
-        """Remove this rank's file, the file of the others if wanted, and the folder with the last rank."""
+    def close(self) -> None:
+        """Remove this rank's file, and the folder with the last rank."""
         with contextlib.suppress(OSError):
             self._mine.unlink(missing_ok=True)
-            if with_others:
-                self._others.unlink(missing_ok=True)
             self._folder.rmdir()  # fails until the last rank has left
 
 
-def read_jobs(root: Path, now_s: float | None = None) -> list[RunningJob]:
-    """Return the jobs with a rank that has written lately, newest first.
-
-    Args:
-        root: The folder of jobs, also of other hosts.
-        now_s: The Unix time by the clocks of all ranks; None for this host's, which files' times tell from
-            those of the ranks.
-    """
-    ahead_s = _ahead_s(root) if now_s is None else None
-    now_s = time.time() if now_s is None else now_s
+def read_jobs(root: Path) -> list[RunningJob]:
+    """Return the jobs with a rank that has written lately, newest first. `root` is the folder of jobs."""
+    ahead_s = _ahead_s(root)
     jobs = []
     try:
         folders = sorted(path for path in root.glob(f"{JOB_PREFIX}*") if path.is_dir())
@@ -155,53 +139,35 @@ def read_jobs(root: Path, now_s: float | None = None) -> list[RunningJob]:
         return []
     for folder in folders:
         ranks: dict[int, RankStatus] = {}
-        for one in _read_folder(folder, ahead_s):
-            if one.rank not in ranks or ranks[one.rank].at_s < one.at_s:
-                ranks[one.rank] = one
-        if any(now_s - one.at_s < GONE_S for one in ranks.values()):
+        for path in folder.glob("rank-*.json"):
+            for one in _read_file(path, ahead_s):
+                if one.rank not in ranks or ranks[one.rank].at_s < one.at_s:
+                    ranks[one.rank] = one
+        if any(time.time() - one.at_s < GONE_S for one in ranks.values()):
             statuses = tuple(ranks[rank] for rank in sorted(ranks))
             jobs.append(RunningJob(folder.name.removeprefix(JOB_PREFIX), statuses))
     return sorted(jobs, key=lambda job: job.began_s, reverse=True)
 
 
-def _ahead_s(root: Path) -> float | None:
-    """Return the seconds that this host's clock is ahead of the file system's; None if it cannot be told."""
+def _ahead_s(root: Path) -> float:
+    """Return the seconds that this host's clock is ahead of the file system's; 0 if it cannot be told."""
     try:
         with tempfile.TemporaryFile(dir=root) as file:
             return time.time() - os.fstat(file.fileno()).st_mtime
     except OSError:
-        return None
+        return 0.0
 
 
-def _read_folder(folder: Path, ahead_s: float | None) -> list[RankStatus]:
-    """Return what ranks wrote; with `ahead_s`, in the time of this host."""
-    own: list[RankStatus] = []
-    others: list[RankStatus] = []
-    late_s: dict[int, float] = {}  # by how much this host's clock is ahead of a rank's
-    for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, RecursionError), open_plain(path) as file:
-            written_s = os.fstat(file.fileno()).st_mtime
-            document = json.loads(read_at_most(file, _MOST_BYTES, path))
-            found = map(RankStatus.from_json, document if isinstance(document, list) else [document])
-            statuses = [one for one in found if one is not None]
-            if path.name == _OTHERS:
-                others += statuses
-                continue
-            own += statuses
-            for one in statuses:
-                differ_s = 0.0 if ahead_s is None else written_s + ahead_s - one.at_s
-                late_s[one.rank] = differ_s if abs(differ_s) > _CLOCKS_S else 0.0
-    first_s = late_s.get(0, 0.0)  # rank 0 dates the start of the job, and what others sent
-
-    def shifted(one: RankStatus, by_s: float) -> RankStatus:
-        return replace(one, at_s=one.at_s + by_s, began_s=one.began_s + first_s)
-
-    return [*(shifted(one, late_s[one.rank]) for one in own), *(shifted(one, first_s) for one in others)]
-
-
-def _write(path: Path, document: object) -> None:
-    with atomic_file(path) as file:
-        file.write(json.dumps(document).encode())
+def _read_file(path: Path, ahead_s: float) -> list[RankStatus]:
+    """Return what a rank wrote, in the time of this host: the file's own time tells it from the rank's."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), open_plain(path) as file:
+        written_s = os.fstat(file.fileno()).st_mtime + ahead_s
+        document = json.loads(read_at_most(file, _MOST_BYTES, path))
+        told = map(RankStatus.from_json, document if isinstance(document, list) else [])
+        found = [one for one in told if one is not None]
+        late_s = written_s - found[0].at_s if found else 0.0  # by which this clock is ahead of the rank's
+        return [replace(one, at_s=one.at_s + late_s, began_s=one.began_s + late_s) for one in found]
+    return []
 
 
 def _sweep(root: Path, user: int | None) -> None:
@@ -210,15 +176,10 @@ def _sweep(root: Path, user: int | None) -> None:
         with contextlib.suppress(OSError):
             if not is_own(folder, user):
                 continue
-            names = ("rank-*.json", _OTHERS, ".*.json.*.partial")
+            names = ("rank-*.json", ".*.json.*.partial")
             files = [path for name in names for path in folder.glob(name)]
             newest_s = max((path.lstat().st_mtime for path in files), default=folder.stat().st_mtime)
             if time.time() - newest_s > _SWEPT_S:
                 for path in files:
                     path.unlink()
                 folder.rmdir()
-
-
-def received_now(one: RankStatus) -> RankStatus:
-    """Return the status with the time of its arrival by this host's clock."""
-    return replace(one, at_s=time.time())

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from hvpipe.comm.engine import Engine
 from hvpipe.comm.settings import Settings
-from hvpipe.comm.world import World
 from hvpipe.log import logger
-from hvpipe.monitor.status_datagrams import ReceiverAddress, StatusReceiver, StatusSender
 from hvpipe.monitor.status_files import RankStatus, StatusFolder
 from hvpipe.trace.sample import Sample, Utilization, summarise_samples
 
 _INTERVAL_S = 0.5
-_DATAGRAMS_PER_S = 500  # that rank 0 can read
+_STATUSES_PER_S = 500  # that rank 0 can read
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,11 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """Rank 0's message to other ranks: the job's name, and where ranks of other hosts send their status."""
+    """Rank 0's message to other ranks: the job's name, and the host where it collects what they tell."""
 
     job: str
     script: str
     host: str
-    began_s: float
-    receiver: ReceiverAddress | None
 
 
 class StatusReporter:
@@ -52,22 +50,22 @@ class StatusReporter:
 
     def __init__(
         self,
-        world: World,
+        engine: Engine,
         job: JobInfo,
-        receiver: StatusReceiver | None,
         folder: str | None,
         progress: Callable[[], TrainingProgress],
     ) -> None:
-        self._world = world
+        self._engine = engine
+        self._world = world = engine.world  # of the start: ranks keep these numbers when others are lost
         self._job = job
-        self._receiver = receiver
+        self._began_s = time.time()
         self._progress = progress
-        self._interval_s = max(_INTERVAL_S, world.size / _DATAGRAMS_PER_S)
+        self._interval_s = max(_INTERVAL_S, world.size / _STATUSES_PER_S)
         self._due_s = 0.0
         self._samples: list[Sample] = []
         self._before: tuple[float, TrainingProgress] | None = None
+        self._others: dict[int, RankStatus] = {}
         self._folder: StatusFolder | None = None
-        self._sender: StatusSender | None = None
         try:
             self._folder = StatusFolder(folder, job.job, world.rank)
         except PermissionError as error:
@@ -78,12 +76,9 @@ class StatusReporter:
                 )
         except OSError:
             pass
-        if job.receiver is not None and job.host != world.host:
-            with contextlib.suppress(OSError):
-                self._sender = StatusSender(job.receiver)
 
     def publish(self, sample: Sample) -> None:
-        """If a report is due, write this rank's file, and send it if rank 0 does not see the file."""
+        """If a report is due, write this rank's file, and tell rank 0 if that does not see the file."""
         self._samples.append(sample)
         if sample.time_s < self._due_s:
             return
@@ -91,21 +86,21 @@ class StatusReporter:
         # The CPU clock ticks every 10 ms, too coarse for a single sample.
         now = self._now(sample.time_s, summarise_samples(self._samples))
         self._samples.clear()
-        if self._sender is not None:
-            self._sender.send(now)
+        if self._job.host != self._world.host:
+            self._engine.tell_rank_0(json.dumps(now.to_json()))
+        for text in self._engine.take_statuses():
+            with contextlib.suppress(ValueError, RecursionError):
+                if (one := RankStatus.from_json(json.loads(text))) is not None:
+                    # By this clock, as all in this rank's file.
+                    self._others[one.rank] = replace(one, at_s=now.at_s, began_s=now.began_s)
         if self._folder is not None:
             with contextlib.suppress(OSError):
-                self._folder.write(now)
-                if self._receiver is not None:
-                    self._folder.write_others(self._receiver.collect())
+                self._folder.write(now, self._others.values())
 
     def close(self) -> None:
-        """Close the sockets and remove this rank's file."""
-        for end in (self._sender, self._receiver):
-            if end is not None:
-                end.close()
+        """Remove this rank's file."""
         if self._folder is not None:
-            self._folder.close(with_others=self._receiver is not None)
+            self._folder.close()
 
     def _now(self, at_s: float, recent: Utilization) -> RankStatus:
         done = self._progress()
@@ -123,7 +118,7 @@ class StatusReporter:
             size=self._world.size,
             host=self._world.host,
             at_s=time.time(),
-            began_s=self._job.began_s,
+            began_s=self._began_s,
             steps=done.steps,
             step_s=median(done.last_steps_s) if done.last_steps_s else None,
             images_per_s=images_per_s,
@@ -138,23 +133,13 @@ class StatusReporter:
 
 
 def open_status_reporter(
-    world: World, settings: Settings, progress: Callable[[], TrainingProgress]
+    engine: Engine, settings: Settings, progress: Callable[[], TrainingProgress]
 ) -> StatusReporter | None:
     """Return this rank's reporter, or None if rank 0's settings switch reports off. Collective."""
-    receiver: StatusReceiver | None = None
+    world = engine.world
     job: JobInfo | None = None
     if world.rank == 0 and settings.live:
-        if world.size > world.local_size:
-            with contextlib.suppress(OSError):
-                receiver = StatusReceiver(settings.ports)
-        job = JobInfo(
-            job=f"{world.host}-{os.getpid()}-{secrets.token_hex(2)}",
-            script=Path(sys.argv[0]).name,
-            host=world.host,
-            began_s=time.time(),
-            receiver=receiver.address if receiver is not None else None,
-        )
-    job = world.allgather_object(job)[0]
-    if job is None:
-        return None
-    return StatusReporter(world, job, receiver, settings.live_folder, progress)
+        name = f"{world.host}-{os.getpid()}-{secrets.token_hex(2)}"
+        job = JobInfo(name, script=Path(sys.argv[0]).name, host=world.host)
+    job = engine.broadcast_object(job, "hvpipe.init()")
+    return None if job is None else StatusReporter(engine, job, settings.live_folder, progress)

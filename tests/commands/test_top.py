@@ -48,7 +48,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(root: Path, *ranks: RankStatus) -> None:
     for one in ranks:
-        StatusFolder(str(root), one.job, one.rank).write(replace(one, at_s=time.time()))
+        StatusFolder(str(root), one.job, one.rank).write(one)
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,9 @@ def test_a_bad_interval(interval: str, root: Path, capsys: pytest.CaptureFixture
 @pytest.fixture
 def living(root: Path) -> Path:
     """Make a job whose file has a future time, so that only its removal ends the job."""
-    StatusFolder(str(root), IDLE.job, 0).write(replace(IDLE, at_s=time.time() + 3600))
+    write(root, IDLE)
+    for file in root.rglob("*.json"):
+        os.utime(file, (time.time() + 3600,) * 2)
     return root
 
 
