@@ -34,6 +34,11 @@ class LinkFacts:
             return True
         return abs(self.two_way_bits_per_s / self.set_bits_per_s - 1) <= _NEAR
 
+    def describe(self) -> str:
+        carries = self.why or format_rate(self.two_way_bits_per_s)
+        marked = "" if self.keeps_its_limit else ", NOT AS SET"
+        return f"{self.first} to {self.second} {format_rate(self.set_bits_per_s)}, two-way {carries}{marked}"
+
 
 def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
     """Measure the links from the first host to every other one. Those that cannot be measured say why."""

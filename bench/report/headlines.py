@@ -114,9 +114,9 @@ def disturbed(outcome: EvaluationOutcome) -> list[str]:
     here = {each["cluster"] for each in groups if each["spec"] is not None or each["cluster"] == LOOPBACK}
     found = []
     for each in outcome.rounds:
-        if not each.ok or each.case.cluster not in here or "host" not in each.ranks[0].utilization:
+        if not each.ok or each.case.cluster not in here or each.ranks[0].host_share is None:
             continue
-        busy = each.ranks[0].utilization["host"] * outcome.setting.machine.cores
+        busy = each.ranks[0].host_share * outcome.setting.machine.cores
         if busy - sum(rank.cpu_share for rank in each.ranks) >= _OTHER_CORES:
             found.append(f"{each.case.key}, round {each.number + 1}")
     return found
@@ -151,36 +151,9 @@ def _against(system: str, title: str, mean: Means, also: Sequence[str]) -> Headl
     )
     return Headline(
         f"{system} against {title}",
-        f"{mean.speedup:.2f}x{_interval(mean)}, {_saved(mean)}",
+        f"{mean.speedup:.2f}x{_interval(mean)}, {less_or_more(mean.reduction)} time",
         "; ".join([f"{_cases(mean.groups)}: {words}", slower, *also]),
     )
-
-
-def _saved(mean: Means) -> str:
-    return f"{less_or_more(mean.reduction)} time"
-
-
-def answer(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
-    """Return the main results in one or two sentences; "" without figures of hvpipe and others."""
-    failed = failed_cases(outcome)
-    against = (("the " + BEST_EXACT, EXACT_NATIVE), ("tuned Horovod", ("horovod-tuned",)))
-    paying = [row for members in by_group(rows).values() if pays(members) for row in members]
-    pay = any(compare_in_groups(paying, OURS, baselines, failed) for _, baselines in against)
-    said = []
-    for title, baselines in against:
-        mean = means(compare_in_groups(paying if pay else rows, OURS, baselines, failed))
-        if mean is not None:
-            figure = f"{mean.speedup:.2f}x{_interval(mean)}; {_cases(mean.groups)}"
-            said.append(f"{_saved(mean)} than {title} ({figure})")
-    where = "Where a cluster is faster than one host, a step" if pay else "A step"
-    sentences = [f"{where} of {OURS} takes {' and '.join(said)}."] if said else []
-    mean = means(compare_in_groups(rows, _OPT_IN, NATIVE, failed))
-    if mean is not None:
-        sentences.append(
-            f"{_OPT_IN}, which trains by another algorithm, takes {_saved(mean)} than the {BEST_NATIVE}, "
-            f"asynchronous ones included ({mean.speedup:.2f}x; {_cases(mean.groups)})."
-        )
-    return " ".join(sentences)
 
 
 def _interval(mean: Means) -> str:

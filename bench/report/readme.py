@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from bench.report.figures import (
     not_measured,
 )
 from bench.report.headlines import cautions, headlines
-from bench.report.page import render
 from bench.systems import SYSTEMS
 
 BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -->"
@@ -49,20 +49,47 @@ def comparison(outcome: EvaluationOutcome) -> str:
         raise BenchError("The table wants an evaluation with figures of steps. Received: none")
     systems = list(dict.fromkeys(each.case.system for each in outcome.rounds if not each.case.task.epochs))
     systems.sort(key=lambda system: system != ALONE)
+    found = [
+        _wrapped(f"- {head.title}: **{head.figure}** ({head.detail})", "  ")
+        for head in headlines(outcome, rows)
+    ]
+    found += ["", _wrapped(_MEANS), "", _wrapped(_how(outcome, systems)), ""]
+    if said := cautions(outcome):
+        found += [*map(_wrapped, said), ""]
+    found += [
+        _line(["what is trained", *(f"`{name}`" for name in systems)]),
+        "|---" * (len(systems) + 1) + "|",
+    ]
     without = {key: why.partition(",")[0] for key, why in not_measured(outcome).items()}
-    uneven = [f"`{name}`" for name in systems if name in SYSTEMS and SYSTEMS[name].uneven]
-    others = [f"`{name}`" for name in systems if not is_exact(name) and not computes_alone(name)]
-    shown = {
-        "headlines": headlines(outcome, rows),
-        "means": f" (mean where steps are uneven: {', '.join(uneven)})" if uneven else "",
-        "measured_on": f"{outcome.setting.machine.describe()}, {outcome.setting.started[:10]}",
-        "others": f" ({', '.join(others)}: other algorithms)" if others else "",
-        "alone": ALONE,
-        "cautions": cautions(outcome),
-        "systems": systems,
-        "rows": [(_what(members[0]), _cells(members, systems, without)) for members in groups],
-    }
-    return render("readme.md.j2", shown).strip("\n")
+    found += [_line([_what(members[0]), *_cells(members, systems, without)]) for members in groups]
+    return "\n".join(found)
+
+
+_MEANS = (
+    "Speedups are geometric means over the cases, reductions of time are arithmetic means: 26.5 % less time "
+    "is 1.36x. The first timed step of a round counts for no system."
+)
+
+
+def _how(outcome: EvaluationOutcome, systems: list[str]) -> str:
+    uneven = ", ".join(f"`{name}`" for name in systems if name in SYSTEMS and SYSTEMS[name].uneven)
+    others = ", ".join(f"`{name}`" for name in systems if not is_exact(name) and not computes_alone(name))
+    setting = outcome.setting
+    means = f" (mean where steps are uneven: {uneven})" if uneven else ""
+    algorithms = f" ({others}: other algorithms)" if others else ""
+    return (
+        f"Median step{means}, {setting.machine.describe()}, {setting.started[:10]}. In bold: the fastest "
+        f"system that trains exactly{algorithms}. `{ALONE}` is computing without sharing."
+    )
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Break a paragraph of Markdown into lines of at most 120 characters."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _what(row: CaseFigures) -> str:

@@ -36,7 +36,7 @@ class RankJob:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = StepWatch(self.task.warm_up if self.task.epochs else None, self.local_rank_and_size[0])
+        self.watch = StepWatch(self.task.warm_up if self.task.epochs else None)
 
     @property
     def batches(self) -> tuple[int, ...]:

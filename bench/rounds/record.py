@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 FORMAT = 1
@@ -87,7 +86,7 @@ class RankRound:
     first_step_s: float = 0.0  # tracing and first step
     batch: int = 0  # samples of its step
     gradient_bytes: int = 0  # float32, of Embeddings the batch's rows; for the bound of the links
-    utilization: dict[str, float] = field(default_factory=dict)  # means while timed: "host", "gpu_share", ...
+    host_share: float | None = None  # of its host's cores, busy while timed, by whoever; None: unknown
     loss: list[float] = field(default_factory=list)  # a value for each epoch
     accuracy: list[float] = field(default_factory=list)
 
@@ -137,7 +136,7 @@ class Round:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Round:
         """Read what asdict returned, perhaps through JSON."""
-        case = {k: v for k, v in data["case"].items() if k != "scaling"}  # older results have it
+        case = dict(data["case"])
         task = dict(case.pop("task"))
         task["shares"] = tuple(task["shares"])
         ranks = tuple(rank_round(rank) for rank in data["ranks"])
@@ -154,15 +153,7 @@ def last_words(output: str) -> str:
 
 def rank_round(data: dict[str, Any]) -> RankRound:
     """Read what asdict returned. ValueError if a step is not finite: NaN would pass as no change."""
-    used = data["utilization"]
-    if isinstance(used, list):  # the oldest results have a row for each sample
-        used = {name: [row.get(name) for row in used] for name in (used[0] if used else ())}
-    used = dict(used)
-    for name, samples in used.items():
-        if isinstance(samples, list):  # older results list every sample; None is a missing one
-            known = [each for each in samples if each is not None]
-            used[name] = fmean(known) if known else 0.0
-    rank = RankRound(**{**data, "utilization": used})
+    rank = RankRound(**data)
     times_s = (*rank.step_s, rank.wall_s)
     if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):
         raise ValueError(

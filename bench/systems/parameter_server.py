@@ -101,7 +101,7 @@ def _with_servers(job: RankJob, rank: int) -> RankRound:
         cpu_share=(worker.cpu_s + part * server.cpu_s) / job.watch.timed_s,
         peak_bytes=round(worker.peak_bytes + part * server.peak_bytes),
         sent_bytes=worker.sent_bytes // len(job.watch.step_s),
-        utilization={},  # that of the coordinator says nothing
+        host_share=None,
     )
 
 

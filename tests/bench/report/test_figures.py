@@ -13,7 +13,7 @@ from bench.hosts.links import LinkFacts
 from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pays, steps_noise
 from bench.report.headlines import disturbed, headlines
 from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means
-from bench.rounds.record import RankRound, Round, Task
+from bench.rounds.record import Round, Task
 from bench.systems import SYSTEMS
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
@@ -252,24 +252,10 @@ def test_every_case_with_figures_has_one_row(parts: list[tuple[str, list[float]]
     assert list(by_group(rows)) == ["resnet50-64/8/2x1gbit-2/weak"]
 
 
-def test_cores_and_gpu_use_are_given_for_every_rank() -> None:
-    def used(cores: float, **utilization: float) -> RankRound:
-        return replace(rank([1.0]), cpu_share=cores, utilization=utilization)
-
-    of = case("horovod")
-    rounds = (
-        Round(of, 0, (used(0.9, gpu_power_w=100.0, gpu_energy_j=5.0), used(0.5))),
-        Round(of, 1, (used(1.0, gpu_power_w=300.0), used(0.5))),
-    )
-    (found,) = all_figures(outcome(*rounds))
-    assert found.cores == (pytest.approx(0.95), pytest.approx(0.5))
-    assert found.gpu == {"gpu_power_w": (pytest.approx(200.0), None)}
-
-
 @pytest.mark.parametrize(("cores", "named"), [(0.9, False), (0.8, False), (0.7, True)])
 def test_rounds_beside_other_work_are_named(cores: float, named: bool) -> None:
     """Both cores of the machine are busy in all samples, each of the two ranks with `cores` of them."""
-    found = outcome(finished(case("hvpipe-step"), 1.0, utilization={"host": 1.0}, cpu_share=cores))
+    found = outcome(finished(case("hvpipe-step"), 1.0, host_share=1.0, cpu_share=cores))
     plan = {"groups": [{"cluster": "2x1gbit", "spec": {"hosts": []}}]}
     found = replace(found, setting=replace(found.setting, plan=plan))
     assert bool(disturbed(found)) is named

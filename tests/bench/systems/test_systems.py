@@ -66,7 +66,7 @@ def _check(round_: Round, task: Task) -> None:
         assert 0 < rank.cpu_share * rank.wall_s < (os.cpu_count() or 1) * (rank.wall_s + 0.002)
         assert rank.peak_bytes > 100e6
     assert "TensorFlow" in round_.versions
-    assert round_.ranks[0].utilization.get("host", 0.5) <= 1
+    assert (round_.ranks[0].host_share or 0.5) <= 1
     assert Round.from_dict(asdict(round_)) == round_
 
 
