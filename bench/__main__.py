@@ -86,15 +86,15 @@ def make_parser() -> argparse.ArgumentParser:
         _add_where(each)
         each.add_argument("--json", action="store_true", help="print the figures as JSON")
     report = commands.add_parser("report", help="print the figures of a folder")
-    report.add_argument("folder", type=Path, metavar="DIR", help="results.json, or its folder")
+    report.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
     report.add_argument("--json", action="store_true", help="print the figures as JSON")
     report.set_defaults(act=_report)
     advise = commands.add_parser("advise", help="say which mode to use, and what each would gain at best")
-    advise.add_argument("folder", type=Path, metavar="DIR", help="results.json, or its folder")
+    advise.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
     advise.add_argument("--json", action="store_true", help="as JSON")
     advise.set_defaults(act=_advise)
     readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
-    readme.add_argument("results", type=Path, metavar="DIR", help="results.json, or its folder")
+    readme.add_argument("results", type=Path, metavar="DIR", help="results.jsonl, or its folder")
     readme.add_argument(
         "--file", type=Path, default=_ROOT / "bench" / "README.md", metavar="FILE", help="another file"
     )

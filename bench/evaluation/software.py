@@ -31,15 +31,6 @@ def describe_software(python: str) -> dict[str, str]:
     return {"python": python, **({"commit": commit} if commit else {}), **_versions(python)}
 
 
-def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return what both have in different versions, as "keras 3.14 (now 3.15)"."""
-    return [
-        f"{name} {before[name]} (now {now[name]})"
-        for name in before
-        if name in now and before[name] != now[name]
-    ]
-
-
 def _versions(python: str) -> dict[str, str]:
     try:
         said = subprocess.run(

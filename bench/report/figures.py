@@ -152,7 +152,7 @@ def _case_figures(rounds: list[Round]) -> CaseFigures:
         step_s,
         mean_noise(steps_by_round) if uneven else steps_noise(steps_by_round),
         wall_s,
-        (sum(case.task.shares) or case.task.batch * case.ranks) / step_s,
+        case.task.batch * case.ranks / step_s,
         statistics.median([max(rank.first_step_s for rank in each.ranks) for each in rounds]),
         tuple(statistics.fmean(each.ranks[rank].cpu_share for each in rounds) for rank in numbers),
         max(rank.peak_bytes for rank in ranks),

@@ -94,8 +94,7 @@ def _line(cells: list[str]) -> str:
 
 def _what(row: CaseFigures) -> str:
     task = row.case.task
-    size = "+".join(map(str, task.shares)) if task.shares else f"{task.batch} a rank"
-    return f"{task.workload}, {task.pixels}, {size}, {row.case.cluster}"
+    return f"{task.workload}, {task.pixels}, {task.batch} a rank, {row.case.cluster}"
 
 
 def _cells(members: list[CaseFigures], systems: list[str], without: Mapping[str, str]) -> list[str]:

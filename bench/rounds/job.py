@@ -39,14 +39,9 @@ class RankJob:
         self.watch = StepWatch(self.task.warm_up if self.task.epochs else None)
 
     @property
-    def batches(self) -> tuple[int, ...]:
-        """Samples of a step, by rank."""
-        return self.task.shares or (self.task.batch,) * self.size
-
-    @property
-    def batch(self) -> int:
-        """Samples of this rank's step."""
-        return self.batches[self.rank]
+    def samples(self) -> int:
+        """The samples of a step, of all ranks together."""
+        return self.task.batch * self.size
 
     def meet(self, what: str) -> None:
         """Wait for all ranks without MPI or TensorFlow, which differ between systems. It costs no CPU."""

@@ -20,7 +20,7 @@ def train(job: RankJob) -> None:
     claim_gpu(*job.local_rank_and_size)
     train_whole_steps(job)
     model = compiled_model(keras, job.task)
-    job.gradient_bytes = gradient_bytes(model, sum(job.batches))
+    job.gradient_bytes = gradient_bytes(model, job.samples)
     # All should compute at once, and nothing else keeps them in step.
     job.watch.at_window = lambda: job.meet("window")
     job.meet("built")

@@ -70,8 +70,8 @@ def _check(round_: Round, task: Task) -> None:
     assert Round.from_dict(asdict(round_)) == round_
 
 
-def test_exact_systems_learn_digits_equally_with_unequal_shares() -> None:
-    task = Task("digits", batch=64, warm_up=1, steps=2, epochs=3, shares=(80, 48))
+def test_exact_systems_learn_digits_equally() -> None:
+    task = Task("digits", batch=64, warm_up=1, steps=2, epochs=3)
     alone, step, mirrored = (_run(name, task) for name in ("single", "hvpipe-step", "tf-mwms"))
     for round_ in (alone, step, mirrored):
         _check(round_, task)
@@ -81,7 +81,6 @@ def test_exact_systems_learn_digits_equally_with_unequal_shares() -> None:
     assert "all-reduces a step 1," in mirrored.versions + ","
     assert mirrored.ranks[0].loss[:2] == pytest.approx(step.ranks[0].loss[:2], rel=1e-4)
     # A single process trains on all images of each step. It adds in another order, and the difference grows.
-    assert [each.batch for each in (*alone.ranks, *step.ranks)] == [128, 128, 80, 48]
     assert alone.ranks[0].loss[0] == pytest.approx(step.ranks[0].loss[0], rel=0.02)
 
 
