@@ -57,9 +57,9 @@ def _step_table(members: Sequence[CaseFigures]) -> str:
         "samples/s": lambda row: f"{row.samples_per_s:.3g}",
         "efficiency": lambda row: "" if row.efficiency is None else f"{row.efficiency:.0%}",
         "over bound": lambda row: "" if row.over_bound is None else f"{row.over_bound:.2f}",
-        "CPU, cores by rank": lambda row: " / ".join(f"{cores:.2f}" for cores in row.cores),
-        "CPU a step": lambda row: format_time(row.cpu_s),
-        "memory": lambda row: f"{row.peak_bytes / 1e6:.0f} MB",
+        "CPU, cores by rank": lambda row: " / ".join(f"{cores:.2f}" for cores in row.cores if cores),
+        "CPU a step": lambda row: format_time(row.cpu_s) if row.cpu_s else "",
+        "memory": lambda row: f"{row.peak_bytes / 1e6:.0f} MB" if row.peak_bytes else "",
         "sent a step": lambda row: f"{row.sent_bytes / 1e6:.1f} MB" if row.sent_bytes else "",
         "first step": lambda row: format_time(row.first_step_s),
     }

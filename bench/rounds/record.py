@@ -76,7 +76,7 @@ class RankRound:
 
     step_s: list[float]
     wall_s: float  # from the start of the first timed step until drained, per step
-    cpu_share: float  # cores kept busy by this process while timed
+    cpu_share: float  # cores kept busy by this process while timed; 0, as the next: not measured
     peak_bytes: int  # resident memory, the most since the process began
     sent_bytes: int = 0  # by its host, on the wire, per step; 0 if not counted
     first_step_s: float = 0.0  # tracing and first step

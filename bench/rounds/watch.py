@@ -79,19 +79,14 @@ class StepWatch:
         self._paused_s = 0.0  # evaluations before the timed part do not count
         self._began_s = self._last_s = time.monotonic()
 
-    @property
-    def timed_s(self) -> float:
-        """The seconds of the timed part, with evaluations."""
-        return self._ended_s - self._began_s
-
     def rank_round(self) -> RankRound:
         assert self._first is not None
         assert self._last is not None
-        wall_s = self.timed_s - self._paused_s
+        timed_s = self._ended_s - self._began_s
         return RankRound(
             step_s=[round(each, 6) for each in self.step_s],
-            wall_s=wall_s / len(self.step_s),
-            cpu_share=(self._last.cpu_s - self._first.cpu_s) / self.timed_s,
+            wall_s=(timed_s - self._paused_s) / len(self.step_s),
+            cpu_share=(self._last.cpu_s - self._first.cpu_s) / timed_s,
             peak_bytes=self._last.peak_bytes,
             sent_bytes=(self._last.sent_bytes - self._first.sent_bytes) // len(self.step_s),
             first_step_s=self.first_step_s,

@@ -62,6 +62,8 @@ def _check(round_: Round, task: Task) -> None:
         assert min(rank.step_s) > 0
         assert sum(rank.step_s) <= rank.wall_s * steps * 1.001
         assert rank.first_step_s > max(rank.step_s)
+        if round_.case.system == "tf-ps":  # of which only times are known
+            continue
         # The clocks are not read at the same moment, so steps may differ by a millisecond.
         assert 0 < rank.cpu_share * rank.wall_s < (os.cpu_count() or 1) * (rank.wall_s + 0.002)
         assert rank.peak_bytes > 100e6
