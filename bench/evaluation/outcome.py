@@ -109,13 +109,12 @@ class Journal:
         try:
             self._lock(folder)
             self._file.seek(0)
-            if text := self._file.read():
-                self.outcome = EvaluationOutcome.read(folder)
-                _require_same(folder, self.outcome.setting, setting)
-                self._file.truncate(len(text[: text.rfind("\n") + 1].encode()))
-            else:
-                self._add(setting)
-                self.outcome = EvaluationOutcome(setting)
+            if found := self._file.read():
+                _require_same(folder, EvaluationOutcome.read(folder).setting, setting)
+            self._text = found[: found.rfind("\n") + 1]
+            self._file.truncate(len(self._text.encode()))
+            if not self._text:
+                self.add(setting)
         except BaseException:
             self._file.close()
             raise
@@ -137,21 +136,16 @@ class Journal:
                     f"One evaluation at a time may run in a folder. Received: {folder}, in use by another"
                 ) from error
 
-    def add_round(self, finished: Round) -> None:
-        self._add(finished)
-        kept = {(each.case, each.number): each for each in (*self.outcome.rounds, finished)}
-        self.outcome = EvaluationOutcome(self.outcome.setting, tuple(kept.values()), self.outcome.links)
+    @property
+    def outcome(self) -> EvaluationOutcome:
+        return _parsed(self._text)
 
-    def add_links(self, found: list[LinkFacts]) -> None:
-        for link in found:
-            self._add(link)
-        kept = {(each.cluster, each.second): each for each in (*self.outcome.links, *found)}
-        self.outcome = EvaluationOutcome(self.outcome.setting, self.outcome.rounds, tuple(kept.values()))
-
-    def _add(self, record: Setting | Round | LinkFacts) -> None:
-        self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+    def add(self, record: Setting | Round | LinkFacts) -> None:
+        line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
+        self._file.write(line)
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._text += line
 
 
 def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:

@@ -93,7 +93,7 @@ class Evaluation:
     def _skip_missing(self, group: Group, journal: Journal) -> None:
         for case in (group.case(system) for system in group.systems if system in self.missing):
             if not any(each.case == case for each in journal.outcome.rounds):
-                journal.add_round(Round(case, 0, skipped=self.missing[case.system]))
+                journal.add(Round(case, 0, skipped=self.missing[case.system]))
             say(f"{case.key}: skipped, {self.missing[case.system]}")
 
     def _run_group(self, group: Group, journal: Journal, given_up: set[Case], retry_failed: bool) -> None:
@@ -105,19 +105,20 @@ class Evaluation:
                 known = {each.cluster for each in journal.outcome.links if not (each.why and retry_failed)}
                 if group.cluster not in known and len(hosts.spec.hosts) > 1:
                     tell(f"{group.cluster}: links")
-                    journal.add_links(links.measure(hosts, group.cluster))
+                    for link in links.measure(hosts, group.cluster):
+                        journal.add(link)
                 while left := self._left(journal, given_up, [group]):
                     number, case = left[0]
                     tell(f"{case.key}, round {number + 1} of {group.rounds}")
                     finished = self._round(case, number, hosts, _limit_s(case.task))
-                    journal.add_round(finished)
+                    journal.add(finished)
                     if not finished.ok:
                         given_up.add(case)
                     say(_line(finished))
         except HvpipeError as error:
             left = self._left(journal, given_up, [group])
             for number, case in left:
-                journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
+                journal.add(Round(case, number, skipped=f"{NOT_UP}{error}"))
                 given_up.add(case)
             said = f"not run, {NOT_UP}{error}" if left else f"measured; its hosts could not be ended: {error}"
             say(f"{group.name}: {said}")

@@ -48,7 +48,7 @@ FLAGS = {
 def written(folder: Path, *rounds: Round) -> str:
     with Journal(folder, outcome().setting) as journal:
         for each in rounds:
-            journal.add_round(each)
+            journal.add(each)
     return str(folder)
 
 

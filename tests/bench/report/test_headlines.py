@@ -111,7 +111,11 @@ def test_the_bound_says_if_link_rates_were_measured() -> None:
 
 def test_a_link_that_is_not_as_set_is_marked() -> None:
     assert "NOT AS SET" not in LINK.describe()
-    assert replace(LINK, two_way_bits_per_s=1.58e9).describe().endswith("two-way 1.58gbit, NOT AS SET")
+    assert (
+        replace(LINK, two_way_bits_per_s=1.58e9)
+        .describe()
+        .endswith("two-way 1.58gbit, NOT AS SET: results do not reflect the set rate")
+    )
 
 
 def _two_groups(*failed: Round) -> EvaluationOutcome:

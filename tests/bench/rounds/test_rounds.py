@@ -243,7 +243,7 @@ def test_step_times_that_are_not_finite_are_an_error_and_the_journal_stays_reada
     round_ = run_round(Case("single", "c", 1, Task("digits", 8)), 0, ThisHost(), 10)
     assert "A rank's steps should be finite seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
     with Journal(tmp_path, outcome().setting) as journal:
-        journal.add_round(round_)
+        journal.add(round_)
     assert EvaluationOutcome.read(tmp_path) == journal.outcome
 
 
