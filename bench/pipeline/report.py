@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import fmean, geometric_mean, median
 from typing import Any
 
@@ -63,14 +63,12 @@ class PipelineReport:
         return head + table([*titles, f"saved by {self.cases[0].method}"], rows)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(asdict(self)) + "\n"
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PipelineReport:
-        """Read what asdict returned, perhaps through JSON. Older files have more about a plan."""
-        names = {each.name for each in fields(MeasuredPlan)}
-        cases = ({name: value for name, value in case.items() if name in names} for case in data["cases"])
-        return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in cases)})
+        """Read what asdict returned, perhaps through JSON."""
+        return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in data["cases"])})
 
 
 def summary(reports: Mapping[str, PipelineReport]) -> str:
