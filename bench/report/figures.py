@@ -42,7 +42,6 @@ class CaseFigures:
     alone_s: float | None = None  # computing alone in the same group; a drained mean if this step is one
     links_s: float | None = None  # the gradients' time on the slowest link
     bound_s: float | None = None  # the largest of alone_s, links_s and the step beside plain TCP
-    bound_is: str = ""  # what it was measured by: "plain TCP", "links as measured"; "" if links count as set
 
     @property
     def rounds(self) -> int:
@@ -191,19 +190,13 @@ def _with_bound(
     outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures | None, beside: CaseFigures | None
 ) -> CaseFigures:
     """Add the bound, from computing alone in the same group, and from doing so beside a plain TCP stream."""
-    if alone is not None:
-        alone_s = alone.wall_s if row.uneven else alone.step_s
-        row = replace(row, alone_s=alone_s)
-        cluster = outcome.setting.cluster(row.case.cluster)
-        if cluster.hosts < 2:
-            row = replace(row, bound_s=alone_s)
-        elif (links_s := _links_s(outcome, row.case.group, cluster)) is not None:
-            bound_is = "links as measured" if cluster.slowest_bits_per_s is None else ""
-            row = replace(row, links_s=links_s, bound_s=max(alone_s, links_s), bound_is=bound_is)
-    if beside is not None:
-        beside_s = beside.wall_s if row.uneven else beside.step_s
-        row = replace(row, bound_s=max(row.bound_s or 0.0, beside_s), bound_is="plain TCP")
-    return row
+    alone_s, beside_s = (of and (of.wall_s if row.uneven else of.step_s) for of in (alone, beside))
+    cluster = outcome.setting.cluster(row.case.cluster)
+    several = alone is not None and cluster.hosts > 1
+    links_s = _links_s(outcome, row.case.group, cluster) if several else None
+    known = [alone_s, links_s, beside_s] if links_s is not None or not several else [beside_s]
+    bound_s = max((each for each in known if each is not None), default=None)
+    return replace(row, alone_s=alone_s, links_s=links_s, bound_s=bound_s)
 
 
 def _links_s(outcome: EvaluationOutcome, group: str, cluster: ClusterFacts) -> float | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.errors import BenchError
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
+from bench.report.cautions import cautions
+from bench.report.comparisons import HEADER, comparisons
 from bench.report.figures import (
     ALONE,
     CaseFigures,
@@ -19,7 +21,6 @@ from bench.report.figures import (
     is_exact,
     not_measured,
 )
-from bench.report.headlines import cautions, headlines
 from bench.systems import SYSTEMS
 
 BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -->"
@@ -42,27 +43,21 @@ def rewrite(path: Path, outcome: EvaluationOutcome) -> str:
 
 
 def comparison(outcome: EvaluationOutcome) -> str:
-    """Return the headlines as a list, and a Markdown table: rows for groups, columns for systems."""
+    """Return the comparisons, and the steps: rows for groups, columns for systems."""
     rows = all_figures(outcome)
     groups = [members for members in by_group(rows).values() if not members[0].case.task.epochs]
     if not groups:
         raise BenchError("The table wants an evaluation with figures of steps. Received: none")
     systems = list(dict.fromkeys(each.case.system for each in outcome.rounds if not each.case.task.epochs))
     systems.sort(key=lambda system: system != ALONE)
-    found = [
-        _wrapped(f"- {head.title}: **{head.figure}** ({head.detail})", "  ")
-        for head in headlines(outcome, rows)
-    ]
-    found += ["", _wrapped(_MEANS), "", _wrapped(_how(outcome, systems)), ""]
-    if said := cautions(outcome):
+    compared = [[f"`{system}`", *cells] for system, *cells in (c.cells() for c in comparisons(outcome, rows))]
+    found = [*_table(HEADER, compared), "", _wrapped(_MEANS), "", _wrapped(_how(outcome, systems)), ""]
+    if said := [*cautions(outcome)]:
         found += [*map(_wrapped, said), ""]
-    found += [
-        _line(["what is trained", *(f"`{name}`" for name in systems)]),
-        "|---" * (len(systems) + 1) + "|",
-    ]
     without = {key: why.partition(",")[0] for key, why in not_measured(outcome).items()}
-    found += [_line([_what(members[0]), *_cells(members, systems, without)]) for members in groups]
-    return "\n".join(found)
+    lines = [[_what(members[0]), *_cells(members, systems, without)] for members in groups]
+    header = ["what is trained", *(f"`{name}`" for name in systems)]
+    return "\n".join([*found, *_table(header, lines)])
 
 
 _MEANS = (
@@ -83,13 +78,17 @@ def _how(outcome: EvaluationOutcome, systems: list[str]) -> str:
     )
 
 
-def _wrapped(text: str, indent: str = "") -> str:
+def _wrapped(text: str) -> str:
     """Break a paragraph of Markdown into lines of at most 120 characters."""
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(header)} |",
+        "|---" * len(header) + "|",
+        *(f"| {' | '.join(cells)} |" for cells in lines),
+    ]
 
 
 def _what(row: CaseFigures) -> str:

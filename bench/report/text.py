@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from statistics import median
+from statistics import geometric_mean, median
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, table
-from bench.report.figures import CaseFigures, all_figures, by_group, not_measured
-from bench.report.headlines import cautions, comparisons, headlines
+from bench.report.cautions import cautions
+from bench.report.comparisons import HEADER, OURS, comparisons
+from bench.report.figures import CaseFigures, all_figures, by_group, failed_cases, not_measured
 from bench.report.learning import learning
 
 _SHOWN_AS_JSON = ("step_s", "cpu_s", "noise", "samples_per_s", "efficiency", "over_bound")
 
 
 def to_text(outcome: EvaluationOutcome) -> str:
-    """Return headlines, a table of every group, and how it was measured."""
-    rows = all_figures(outcome)
-    parts = cautions(outcome)
-    parts += [f"{head.title}: {head.figure} ({head.detail})" for head in headlines(outcome, rows)]
+    """Return the comparisons, a table of every group, and how it was measured."""
+    rows, setting = all_figures(outcome), outcome.setting
+    hvpipe = f"hvpipe {setting.machine.hvpipe}"
+    parts = [f"{setting.title}: {setting.started[:10]}, {setting.machine.describe()}, {hvpipe}"]
+    parts += cautions(outcome)
+    if compared := [each.cells() for each in comparisons(outcome, rows)]:
+        parts.append(f"\n{table(HEADER, compared)}")
+    parts += _over_bound(outcome, rows)
     for name, members in by_group(rows).items():
         case = members[0].case
         trained = case.task.describe([row.rounds for row in members])
@@ -33,18 +38,25 @@ def to_json(outcome: EvaluationOutcome) -> str:
     rows = all_figures(outcome)
     cases = [{"key": row.case.key, **{name: getattr(row, name) for name in _SHOWN_AS_JSON}} for row in rows]
     compared = [
-        {"against": title, **asdict(each), "reduction": each.reduction, "interval": each.interval}
-        for title, found in comparisons(outcome, rows).items()
-        for each in found
+        {**asdict(each), "speedup": each.speedup, "reduction": each.reduction, "interval": each.interval}
+        for each in comparisons(outcome, rows)
     ]
     figures = {
-        "headlines": [asdict(head) for head in headlines(outcome, rows)],
         "comparisons": compared,
-        "cautions": cautions(outcome),
+        "cautions": [*cautions(outcome)],
         "cases": cases,
         "not_measured": not_measured(outcome),
     }
     return json.dumps(figures, indent=1)
+
+
+def _over_bound(outcome: EvaluationOutcome, rows: Sequence[CaseFigures]) -> Iterator[str]:
+    """Yield the mean of hvpipe's steps over their bounds."""
+    failed = failed_cases(outcome)
+    ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
+    found = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
+    if found:
+        yield f"{OURS} over its bound: {geometric_mean(found):.2f}x, the geometric mean of {len(found)} cases"
 
 
 def _step_table(members: Sequence[CaseFigures]) -> str:
@@ -71,9 +83,15 @@ def _step_table(members: Sequence[CaseFigures]) -> str:
 def _learned(outcome: EvaluationOutcome) -> Iterator[str]:
     """Yield for each training by epochs what every system learned, the fastest first."""
     for group, (target, learned) in learning(outcome).items():
-        header = ["system", f"time to {target:.1%}", "last accuracy", "seeds"]
+        header = ["system", f"time to {target:.1%}", "over the fastest", "last accuracy", "seeds"]
         rows = [
-            [each.system, each.describe(), f"{median(list(each.last)):.1%}", str(len(each.last))]
+            [
+                each.system,
+                each.describe(),
+                f"{each.seconds / learned[0].seconds:.2f}x" if each.reaches else "",
+                f"{median(list(each.last)):.1%}",
+                str(len(each.last)),
+            ]
             for each in learned
         ]
         yield f"\n{group}\n{table(header, rows)}"

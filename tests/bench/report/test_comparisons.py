@@ -1,4 +1,4 @@
-"""Headlines, cautions and README's table: complete, with the right numbers."""
+"""The report, cautions and README's tables: complete, with the right numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from bench.errors import BenchError
 from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.evaluation.suite import Group, Suite
 from bench.hosts.links import LinkFacts
+from bench.report.cautions import cautions
+from bench.report.comparisons import Comparisons, comparisons
 from bench.report.figures import all_figures, not_measured
-from bench.report.headlines import cautions, headlines
 from bench.report.readme import BEGIN, END, comparison, rewrite
 from bench.report.text import to_json, to_text
 from bench.rounds.record import Round, Task
@@ -49,35 +50,43 @@ def test_the_text_has_every_figure_of_every_case() -> None:
     assert "0.90 / 0.90" in text  # cores by rank
     assert "2 hosts: h0 1gbit, h1 1gbit; batch 8 a rank, 1 thread an operation, 1 round of 3 + 8" in text
     assert "single: TensorFlow 2.18.1\n" in text
-    assert text.startswith("plain loopback\n")
+    assert text.startswith(
+        "Quick: 2026-11-21, 2 cores (A CPU), 4 GB, Linux 6.1, Python 3.11.2, hvpipe 0.1.0\nplain"
+    )
 
 
-def test_headlines_state_how_means_are_formed() -> None:
+def compared(found: EvaluationOutcome) -> list[Comparisons]:
+    return comparisons(found, all_figures(found))
+
+
+def test_means_say_how_they_are_formed() -> None:
     found = everything()
-    heads = {head.title: head for head in headlines(found, all_figures(found))}
-    native = heads["hvpipe-step against best native TensorFlow, where one host alone is faster"]
-    assert native.figure == "1.50x, 33% less time"
-    assert native.detail.startswith("1 case: 1 of one round; worst 1.50x, one round")
+    (native, synchronous) = compared(found)
+    assert native.cells() == [
+        *("hvpipe-step", "best native TensorFlow", "one host is faster", "1.50x", "33% less"),
+        *("1: 1 of one round", "1.50x, one round"),
+    ]
+    assert synchronous.cells()[1] == "best native TensorFlow that trains the same"
     assert "geometric means over the cases, reductions of time are arithmetic means" in comparison(found)
-    assert heads["scaling efficiency, 4 ranks"].figure == "40% (hvpipe-step)"
     # 2 hosts: 2 / 1. 4 hosts: 1.5 x 0.7616 s on the links is more than computing, so 2.5 / 1.1424.
-    assert heads["step over its bound"].figure == f"{(2 * 2.5 / 1.1424) ** 0.5:.2f}x"
+    assert f"hvpipe-step over its bound: {(2 * 2.5 / 1.1424) ** 0.5:.2f}x, the geo" in to_text(found)
 
 
 def test_the_speedup_is_given_case_by_case() -> None:
     # From 3 s to 2 s: 1.5x, a third less.
-    each, synchronous = json.loads(to_json(everything()))["comparisons"]
-    assert (each["against"], each["baseline"]) == ("best native TensorFlow", "tf-mwms")
-    assert {**synchronous, "against": each["against"]} == each
-    assert (each["speedup"], each["reduction"]) == (1.5, pytest.approx(1 / 3))
+    of_native, _ = json.loads(to_json(everything()))["comparisons"]
+    assert (of_native["speedup"], of_native["reduction"]) == (1.5, pytest.approx(1 / 3))
+    (each,) = of_native["each"]
+    assert (each["group"], each["baseline"]) == ("resnet50-64/8/2x1gbit-2/weak", "tf-mwms")
+    assert each["ratios"] == [1.5]
 
 
 def test_a_slower_step_is_more_time() -> None:
     rounds = [finished(case(name, "hosts"), s) for name, s in (("tf-mwms", 1.0), ("hvpipe-step", 1.25))]
     found = outcome(*rounds, clusters=(ClusterFacts("hosts", "hosts a:1, b:1", 2),))
-    head = headlines(found, all_figures(found))[0]
-    assert head.figure == "0.80x, 25% more time"
-    assert "below 1x in resnet50-64/8/hosts-2/weak (0.80x, one round)" in head.detail
+    *_, speed, time, _, worst = compared(found)[0].cells()
+    assert (speed, time) == ("0.80x", "25% more")
+    assert worst == "0.80x, one round in resnet50-64/8/hosts-2/weak"
 
 
 def test_cases_in_which_a_cluster_pays_are_apart() -> None:
@@ -90,23 +99,13 @@ def test_cases_in_which_a_cluster_pays_are_apart() -> None:
         for number in range(2)
     ]
     found = outcome(*rounds, clusters=(CLUSTER, free))
-    heads = [each for each in headlines(found, all_figures(found)) if "Horovod, tuned" in each.title]
-    pays, does_not = heads
+    pays, does_not = (each.cells()[2:] for each in compared(found) if each.against == "Horovod, tuned")
     # Two hosts train 2 / 1.2 of one host's samples at best; then 2 / 2, which is not more.
-    assert pays.title.endswith(", where a cluster is faster than one host")
-    assert pays.figure == "0.80x (0.80 to 0.80), 25% more time"
-    assert pays.detail.startswith("1 case: 1 slower; below 1x in resnet50-64/8/2xunlimited-2/weak (0.80x")
-    assert does_not.title.endswith(", where one host alone is faster")
-    assert does_not.figure == "2.00x (2.00 to 2.00), 50% less time"
-
-
-def test_the_bound_says_if_link_rates_were_measured() -> None:
-    rounds = [finished(case(name, "hosts"), s) for name, s in (("single", 1.0), ("hvpipe-step", 3.0))]
-    link = LinkFacts("hosts", "a", "b", None, 4.76e8)
-    found = outcome(*rounds, clusters=(ClusterFacts("hosts", "hosts a:1, b:1", 2),), links=(link,))
-    (head,) = [each for each in headlines(found, all_figures(found)) if "bound" in each.title]
-    assert head.figure == "1.88x"  # 95.2 MB take 1.6 s
-    assert "the links at their set rate (1 case: measured)" in head.detail
+    assert pays == [
+        *("a cluster is faster", "0.80x (0.80 to 0.80)", "25% more", "1: 1 slower"),
+        "0.80x (0.80 to 0.80) in resnet50-64/8/2xunlimited-2/weak",
+    ]
+    assert does_not[:3] == ["one host is faster", "2.00x (2.00 to 2.00)", "50% less"]
 
 
 def test_a_link_that_is_not_as_set_is_marked() -> None:
@@ -129,30 +128,13 @@ def _two_groups(*failed: Round) -> EvaluationOutcome:
     return outcome(*(each for each in rounds if each.case.key not in gone), *failed)
 
 
-def test_best_native_says_in_how_many_cases_each_mode_ran() -> None:
-    wide = replace(TASK, batch=16)
-    more = [finished(case(name, task=wide), s) for name, s in (("tf-mwms", 2.0), ("hvpipe-step", 1.0))]
-    rounds = [finished(case(name), s) for name, s in (("tf-ps", 4.0), ("tf-mwms", 2.0), ("hvpipe-step", 1.0))]
-    found = outcome(*rounds, *more, finished(case("horovod"), 2.0))
-    native, synchronous, horovod = headlines(found, all_figures(found))[:3]
-    assert "tf-ps" not in synchronous.detail
-    assert native.detail == (
-        "2 cases: 2 of one round; worst 2.00x, one round; ran: tf-ps in 1 of 2, tf-mwms in 2 of 2, "
-        "tf-mwms-tuned in 0 of 2"
-    )
-    assert "ran:" not in horovod.detail
-
-
 @pytest.mark.parametrize("number", [0, 1])  # the only round, or a round after one with figures
 @pytest.mark.parametrize("system", ["hvpipe-step", "tf-mwms"])
-def test_headlines_leave_out_the_cases_in_which_ours_or_a_native_system_failed(
-    system: str, number: int
-) -> None:
+def test_means_leave_out_the_cases_in_which_ours_or_a_native_system_failed(system: str, number: int) -> None:
     found = _two_groups(Round(case(system, task=replace(TASK, batch=16)), number, error="boom"))
-    head = headlines(found, all_figures(found))[0]
-    assert head.figure == "2.00x, 50% less time"
-    assert head.detail.startswith("1 case:")
-    assert cautions(found)[-1].endswith(f": resnet50-64/16/2x1gbit-2/weak/{system}.")
+    *_, speed, time, cases, _ = compared(found)[0].cells()
+    assert (speed, time, cases) == ("2.00x", "50% less", "1: 1 of one round")
+    assert [*cautions(found)][-1].endswith(f": resnet50-64/16/2x1gbit-2/weak/{system}.")
     cells = {"hvpipe-step": "4 s | **2 s** | failed", "tf-mwms": "4 s | failed | **1 s**"}[system]
     assert f"| resnet50, 64, 16 a rank, 2x1gbit | {cells} |" in comparison(found)
 
@@ -164,11 +146,12 @@ def test_rounds_missing_from_an_evaluation_are_counted() -> None:
     rounds = (finished(case("single"), 1.0), finished(case("hvpipe-step"), 2.0))
     found = EvaluationOutcome(setting, (*rounds, Round(case("tf-ps"), 0, skipped="not installed")))
     said = "2 of 5 planned rounds have figures. Others failed, were skipped or are to run."
-    assert cautions(found) == [said]
+    assert [*cautions(found)] == [said]
     for shown in (to_text(found), comparison(found)):
         assert said in " ".join(shown.split())
     more = [finished(case(name), 3.0, number=1) for name in ("tf-ps", "hvpipe-step")]
-    assert cautions(EvaluationOutcome(setting, (*rounds, finished(case("tf-ps"), 3.0), *more))) == []
+    whole = EvaluationOutcome(setting, (*rounds, finished(case("tf-ps"), 3.0), *more))
+    assert [*cautions(whole)] == []
 
 
 def test_a_case_measured_after_being_skipped_is_not_shown_as_skipped() -> None:
@@ -186,7 +169,7 @@ def test_readme_table_goes_between_the_comments(tmp_path: Path) -> None:
     readme.write_text(f"# Title\n\n{BEGIN}\nformer\n{END}\n\nThe end.\n")
     assert rewrite(readme, everything()) == "rewritten"
     text = readme.read_text()
-    assert text.startswith(f"# Title\n\n{BEGIN}\n- hvpipe-step against best native")
+    assert text.startswith(f"# Title\n\n{BEGIN}\n| system | against | ")
     assert text.endswith(f"|\n{END}\n\nThe end.\n")
     assert "| resnet50, 64, 8 a rank, 2x1gbit | 1 s | 3 s | **2 s** | failed | skipped |" in text
     assert "| resnet50, 64, 8 a rank, 4x1gbit | 1 s |  | **2.5 s** |  |  |" in text
