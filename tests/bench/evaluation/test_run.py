@@ -197,14 +197,6 @@ def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: st
         of({**SOFTWARE, **now}).run(tmp_path)
 
 
-def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path, Systems())
-    machine = replace(evaluation.describe_hardware(), hvpipe="9.9.9")
-    monkeypatch.setattr(evaluation, "describe_hardware", lambda: machine)
-    with pytest.raises(BenchError, match=r"Received: hvpipe bench \S+ \(now 9\.9\.9\)"):
-        run(tmp_path, Systems())
-
-
 def test_a_complete_folder_is_reported(tmp_path: Path) -> None:
     assert "nothing left" not in run(tmp_path, Systems())[1]
     _, said = run(tmp_path, Systems())
