@@ -7,7 +7,6 @@ Exit codes: 0 done; 1 some rounds failed or had no hosts; 2 wrong usage, or noth
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -27,9 +26,8 @@ from bench.evaluation.software import describe_software
 from bench.evaluation.suite import Suite
 from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
-from bench.report import modes
+from bench.report import modes, text
 from bench.report.figures import all_figures
-from bench.report.page import show_figures, write_page
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
 from hvpipe.errors import HvpipeError
@@ -77,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="single,hvpipe-none,hvpipe-step",
         help="as in single,hvpipe-step (default: %(default)s)",
     )
-    step.add_argument("--out", type=Path, metavar="DIR", help="also keep the results and a report there")
+    step.add_argument("--out", type=Path, metavar="DIR", help="also keep the results there")
     step.set_defaults(act=_step)
     tune_ = commands.add_parser("tune", help="find the best settings of a tuned system")
     tune_.add_argument("--system", choices=list(tune.VALUES), required=True)
@@ -87,16 +85,16 @@ def make_parser() -> argparse.ArgumentParser:
         add_task_arguments(each)
         _add_where(each)
         each.add_argument("--json", action="store_true", help="print the figures as JSON")
-    report = commands.add_parser("report", help="write the report of a folder again")
-    report.add_argument("folder", type=Path, metavar="DIR", help="a folder that `run` wrote")
+    report = commands.add_parser("report", help="print the figures of a folder")
+    report.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
     report.add_argument("--json", action="store_true", help="print the figures as JSON")
     report.set_defaults(act=_report)
     advise = commands.add_parser("advise", help="say which mode to use, and what each would gain at best")
-    advise.add_argument("folder", type=Path, metavar="DIR", help="results.json, or its folder")
+    advise.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
     advise.add_argument("--json", action="store_true", help="as JSON")
     advise.set_defaults(act=_advise)
     readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
-    readme.add_argument("results", type=Path, metavar="DIR", help="results.json, or its folder")
+    readme.add_argument("results", type=Path, metavar="DIR", help="results.jsonl, or its folder")
     readme.add_argument(
         "--file", type=Path, default=_ROOT / "bench" / "README.md", metavar="FILE", help="another file"
     )
@@ -129,10 +127,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.plan:
         print(evaluation.describe())
         return 0
-    _require_page()
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
     outcome = _measured(evaluation, folder, retry_failed=options.retry_failed)
-    status = _finish(outcome, folder, options.json)
+    status = _finish(outcome, options.json)
     if any(each.error for each in outcome.rounds):
         print(
             "the same command does not run failed cases again, but with --retry-failed it does",
@@ -143,13 +140,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def _step(options: argparse.Namespace) -> int:
     names = [name.strip() for name in options.systems.split(",")]
-    return _finish(_one_group(options, names, SYSTEMS, options.out), options.out, options.json)
+    return _finish(_one_group(options, names, SYSTEMS, options.out), options.json)
 
 
 def _tune(options: argparse.Namespace) -> int:
     variants = tune.variants(options.system)
     outcome = _one_group(options, list(variants), variants, None)
-    if (status := _finish(outcome, None, options.json)) == 0:
+    if (status := _finish(outcome, options.json)) == 0:
         best = min(all_figures(outcome), key=lambda row: row.step_s)
         print(f"fastest: {best.case.system}", file=sys.stderr)
         if options.keep:
@@ -162,8 +159,6 @@ def _one_group(
     options: argparse.Namespace, names: Sequence[str], systems: Mapping[str, System], folder: Path | None
 ) -> EvaluationOutcome:
     """Train the task of the options by the named systems in turn. Without a folder nothing is kept."""
-    if folder is not None:
-        _require_page()
     selection = chosen_hosts(options.cluster, options.hosts)
     if selection is None:
         ranks = 2 if options.ranks is None else options.ranks
@@ -233,27 +228,13 @@ def _python(given: str | None) -> str:
     return os.path.abspath(found)  # links are not followed: a virtual environment is where its link is
 
 
-def _require_page() -> None:
-    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BenchError(
-            f"The report needs jinja2 and matplotlib: `pip install '.[bench]'`. Received: no {missing[0]}"
-        )
-
-
 def _report(options: argparse.Namespace) -> int:
-    _require_page()
-    if not options.folder.is_dir():
-        raise BenchError(f"DIR should be a folder that `run` wrote. Received: {options.folder}")
-    return _finish(EvaluationOutcome.read(options.folder), options.folder, options.json)
+    return _finish(EvaluationOutcome.read(options.folder), options.json)
 
 
-def _finish(outcome: EvaluationOutcome, folder: Path | None, as_json: bool) -> int:
-    """Print the figures, with a page in the folder, if there is one. Return the exit code."""
-    written = "" if folder is None else write_page(outcome, folder)
-    print(show_figures(outcome, as_json=as_json))
-    if written:
-        print(f"written: {written}", file=sys.stderr)
+def _finish(outcome: EvaluationOutcome, as_json: bool) -> int:
+    """Print the figures. Return the exit code."""
+    print(text.to_json(outcome) if as_json else text.to_text(outcome))
     return int(any(each.error or each.not_up for each in outcome.rounds))
 
 
@@ -269,7 +250,6 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    _require_page()
     print(f"{options.file}: {rewrite(options.file, EvaluationOutcome.read(options.results))}")
     return 0
 

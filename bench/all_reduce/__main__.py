@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
     parser.add_argument("--min", default="4K", help="smallest buffer (default: 4K)")
     parser.add_argument("--max", default="256M", help="largest buffer (default: 256M)")
-    parser.add_argument("--json", type=Path, help="write every sample to this file")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report.to_text())
     if options.json is not None:
         options.json.write_text(report.to_json())
-        print(f"samples: {options.json}")
+        print(f"written: {options.json}")
     return 0
 
 

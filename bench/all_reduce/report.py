@@ -1,9 +1,9 @@
-"""The result of an all-reduce benchmark: samples by size and contender, as a table and JSON."""
+"""The result of an all-reduce benchmark: samples by size and contender, as a table and lines of JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import geometric_mean, median
 
 from bench.metrics import bus_bandwidth, format_size, format_time, relative_spread, table
@@ -87,8 +87,16 @@ class AllReduceReport:
         return figures
 
     def to_json(self) -> str:
-        """Return samples and summary."""
-        return json.dumps({**asdict(self), "summary": self.summary()}, indent=1)
+        """Return a line with the summary, and one for each size with medians and spreads."""
+        head = {name: value for name, value in vars(self).items() if name != "rows"}
+        lines = [{**head, "summary": self.summary()}]
+        for row in self.rows:
+            every = {**row.samples_s, "copy": row.copy_samples_s}
+            median_s = {who: median(samples) for who, samples in every.items()}
+            spread = {who: relative_spread(samples) for who, samples in every.items()}
+            figures = {"size_bytes": row.size_bytes, "median_s": median_s, "spread": spread}
+            lines.append({**figures, "algorithm": row.algorithm})
+        return "".join(json.dumps(line) + "\n" for line in lines)
 
     def to_text(self) -> str:
         medium = "copy" if self.link_bits_per_s is None else "link"

@@ -1,25 +1,23 @@
-"""The outcome of an evaluation (every round and link, and the setting), and the journal that keeps it."""
+"""The outcome of an evaluation (every round and link, and the setting), and the file that keeps it."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from bench.errors import BenchError
-from bench.evaluation.software import differences
 from bench.hosts.hardware import HostHardware
 from bench.hosts.links import LinkFacts
-from bench.rounds.record import FORMAT, Round
-from hvpipe.atomic_file import atomic_file
+from bench.rounds.record import Case, Round
 from hvpipe.config_file import fingerprint
 
-FILE = "results.json"
+FILE = "results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -60,106 +58,116 @@ class EvaluationOutcome:
     rounds: tuple[Round, ...] = ()
     links: tuple[LinkFacts, ...] = ()
 
-    def to_json(self) -> str:
-        """Return everything as text for from_json."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: str) -> EvaluationOutcome:
-        """Read what to_json returned. BenchError for other texts."""
-        try:
-            data = json.loads(text)
-            if data["format"] != FORMAT:
-                raise BenchError(f"Results should be of format {FORMAT}. Received: {data['format']!r}")
-            fields = data["setting"]
-            fields["machine"] = HostHardware(**fields["machine"])
-            fields["clusters"] = tuple(ClusterFacts(**each) for each in fields["clusters"])
-            fields["notes"] = tuple(fields["notes"])
-            return EvaluationOutcome(
-                Setting(**fields),
-                tuple(Round.from_dict(each) for each in data["rounds"]),
-                tuple(LinkFacts(**each) for each in data["links"]),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise BenchError(
-                f"Results should be as `hvpipe bench run` writes them. Received: {error!r}"
-            ) from error
-
     @staticmethod
     def read(path: Path) -> EvaluationOutcome:
-        """Read results.json, or a folder that has one."""
+        """Read results.jsonl, or a folder that has one."""
         file = path / FILE if path.is_dir() else path
         try:
-            return EvaluationOutcome.from_json(file.read_text(encoding="utf-8"))
+            return _parsed(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise BenchError(f"Results should be a file that can be read. Received: {file}") from error
         except BenchError as error:
             raise BenchError(f"{file}: {error}") from error
 
 
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder and lock it until the block or the process ends. BenchError if another process has
-    it.
+def _parsed(text: str) -> EvaluationOutcome:
+    """Read a line for the setting, and one for each round and link. A later one replaces an earlier one.
+
+    The last line is left out if it does not end: its process was killed meanwhile.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    rounds: dict[tuple[Case, int], Round] = {}
+    links: dict[tuple[str, str], LinkFacts] = {}
     try:
+        first, *lines = text.split("\n")[:-1]
+        fields = json.loads(first)
+        fields["machine"] = HostHardware(**fields["machine"])
+        fields["clusters"] = tuple(ClusterFacts(**each) for each in fields["clusters"])
+        fields["notes"] = tuple(fields["notes"])
+        for line in map(json.loads, lines):
+            if "case" in line:
+                round_ = Round.from_dict(line)
+                rounds[round_.case, round_.number] = round_
+            else:
+                link = LinkFacts(**line)
+                links[link.cluster, link.second] = link
+        return EvaluationOutcome(Setting(**fields), tuple(rounds.values()), tuple(links.values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BenchError(
+            f"Results should be as `hvpipe bench run` writes them. Received: {error!r}"
+        ) from error
+
+
+class Journal:
+    """Keeps an evaluation in a folder until its block ends. Lines are only added, so none is ever lost."""
+
+    def __init__(self, folder: Path, setting: Setting) -> None:
+        """Begin, or continue a journal of the same plan. BenchError if the plan is another, or a process
+        has it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / FILE).open("a+", encoding="utf-8")
+        try:
+            self._lock(folder)
+            self._file.seek(0)
+            if found := self._file.read():
+                _require_same(folder, EvaluationOutcome.read(folder).setting, setting)
+            self._text = found[: found.rfind("\n") + 1]
+            self._file.truncate(len(self._text.encode()))
+            if not self._text:
+                self.add(setting)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _lock(self, folder: Path) -> None:
         with suppress(OSError):  # the file system may have no locks
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise BenchError(
                     f"One evaluation at a time may run in a folder. Received: {folder}, in use by another"
                 ) from error
-        yield
-    finally:
-        os.close(handle)
 
+    @property
+    def outcome(self) -> EvaluationOutcome:
+        return _parsed(self._text)
 
-class Journal:
-    """Keeps an evaluation in a folder. Whenever this process ends, the file is complete."""
-
-    def __init__(self, folder: Path, setting: Setting) -> None:
-        """Begin, or continue a journal of the same plan. BenchError if the plan is another."""
-        self._path = folder / FILE
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = EvaluationOutcome.read(folder) if self._path.exists() else None
-        if kept is not None:
-            _require_same(folder, kept.setting, setting)
-        self._write(kept or EvaluationOutcome(setting))
-
-    def add_round(self, finished: Round) -> None:
-        self._write(replace(self.outcome, rounds=(*self.outcome.rounds, finished)))
-
-    def add_links(self, found: list[LinkFacts]) -> None:
-        self._write(replace(self.outcome, links=(*self.outcome.links, *found)))
-
-    def forget(self, *, failed: bool) -> None:
-        """Remove what was skipped, and what `failed`, links too, so that it is tried again."""
-        rounds = tuple(each for each in self.outcome.rounds if each.ok or (each.error and not failed))
-        links = tuple(each for each in self.outcome.links if not (failed and each.why))
-        self._write(replace(self.outcome, rounds=rounds, links=links))
-
-    def _write(self, outcome: EvaluationOutcome) -> None:
-        with atomic_file(self._path, sync=True) as file:
-            file.write(outcome.to_json().encode())
-        self.outcome = outcome
+    def add(self, record: Setting | Round | LinkFacts) -> None:
+        line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
+        self._file.write(line)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._text += line
 
 
 def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:
-    """Raise BenchError, which names what differs, if figures of both should not be mixed."""
+    """Raise BenchError, which names what differs, if figures of both should not be mixed.
+
+    Packages that only one of them has do not count.
+    """
     before, now = (
         {
             "plan": f"{fingerprint(of.plan)} of suite {of.suite!r}",
             "on": "; ".join(each.description for each in of.clusters),
             "CPU": f"{of.machine.cpu}, {of.machine.cores} cores,",
-            "hvpipe bench": of.machine.hvpipe,
             **of.software,
         }
         for of in (there, wanted)
     )
-    if changed := differences(before, now):
+    changed = [
+        f"{name} {before[name]} (now {now[name]})"
+        for name in before
+        if name in now and before[name] != now[name]
+    ]
+    if changed:
         raise BenchError(
             f"{folder} was begun with another plan, hosts, machine or software, whose figures should not be "
             f"mixed with new ones: give another --out. Received: {', '.join(changed)}"

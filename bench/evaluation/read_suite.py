@@ -10,14 +10,14 @@ from pathlib import Path
 from bench.cluster.spec import ClusterSpec, named_cluster
 from bench.errors import BenchError
 from bench.evaluation.suite import ANYWHERE, Group, Suite, require_ranks
-from bench.rounds.record import AUTO_THREADS, Task
+from bench.rounds.record import Task
 from bench.training.workloads import WORKLOADS, check
 from hvpipe.config_file import Table, read_document
 
 FOLDER = Path(__file__).parents[1] / "suites"
 _NUMBERS = ("batch", "pixels", "warm_up", "steps", "seed", "epochs")
-_KEYS = (*_NUMBERS, "workload", "threads", "clusters", "systems", "rounds", "once", "shares")
-_DEFAULTS = {"rounds": 2, "once": [], "shares": []}
+_KEYS = (*_NUMBERS, "workload", "clusters", "systems", "rounds", "once")
+_DEFAULTS = {"rounds": 2, "once": []}
 
 
 def suite_names() -> list[str]:
@@ -60,7 +60,6 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", default="resnet50", choices=list(WORKLOADS))
     parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="samples per rank and step (default: 8)")
-    parser.add_argument("--shares", help="samples of each rank instead, e.g. 11,5")
     parser.add_argument("--ranks", type=int, help="ranks on this host alone (default: 2)")
     parser.add_argument("--warm-up", type=int, default=3, help="untimed steps of a round (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a round (default: 8)")
@@ -71,11 +70,8 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 def suite_of_options(options: argparse.Namespace, systems: Sequence[str], known: Sequence[str]) -> Suite:
     """Return the task of the options as a suite, with these of the known systems in turn."""
-    shares = options.shares.split(",") if options.shares else []
-    if not all(word.strip().isdecimal() for word in shares):
-        raise BenchError(f"--shares should be whole numbers, as in 11,5. Received: {options.shares!r}")
     fields = {name: getattr(options, name) for name in ("workload", "rounds", *_NUMBERS)}
-    table = Table({**_DEFAULTS, **fields, "shares": [*map(int, shares)], "systems": systems}, "options")
+    table = Table({**_DEFAULTS, **fields, "systems": systems}, "options")
     title = f"{options.workload}, {len(systems)} in turn"
     return Suite(options.command, title, tuple(_groups(table, Path(), known)))
 
@@ -93,7 +89,7 @@ def _groups(table: Table, folder: Path, all_systems: Sequence[str]) -> list[Grou
     task = _task(table)
     made = []
     for name, spec in clusters:
-        ranks = spec.slots if spec is not None else len(task.shares) or 1
+        ranks = spec.slots if spec is not None else 1
         require_ranks(task, ranks)
         made.append(Group(task, name, ranks, systems, rounds, spec=spec, once=once))
     return made
@@ -102,11 +98,8 @@ def _groups(table: Table, folder: Path, all_systems: Sequence[str]) -> list[Grou
 def _task(table: Table) -> Task:
     fields = table.as_dict()
     values = {key: table.integer(key) for key in _NUMBERS if key in fields or key == "batch"}
-    threads = table.integer("threads", minimum=1) if table.has("threads") else AUTO_THREADS
-    each = [Table({"shares": share}, table.place) for share in table.numbers("shares")]
-    shares = tuple(share.integer("shares", minimum=1) for share in each)
-    task = Task(table.text("workload"), threads=threads, shares=shares, **values)
-    check(replace(task, threads=max(1, task.threads)))
+    task = Task(table.text("workload"), **values)
+    check(task)
     return task
 
 

@@ -1,18 +1,17 @@
-"""Runs a suite: group after group on its hosts, with the systems in turn. Every round is kept as it ends."""
+"""Runs a suite, round after round, and keeps everything; a later run continues where one was interrupted."""
 
 from __future__ import annotations
 
 import json
-import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
 from bench.evaluation.host_selection import HostSelection
-from bench.evaluation.outcome import EvaluationOutcome, Journal, Setting, alone_in
+from bench.evaluation.outcome import EvaluationOutcome, Journal, Setting
 from bench.evaluation.suite import Group, Suite
 from bench.hosts import links
 from bench.hosts.hardware import describe_hardware
@@ -70,54 +69,57 @@ class Evaluation:
 
         Cases whose hosts were not up count as missing, and with `retry_failed` failed cases do too.
         """
-        with alone_in(folder):
-            journal = Journal(folder, setting_of(self.suite, self.selection, self.software))
-            journal.forget(failed=retry_failed)
-            kept, began_s = journal.outcome, time.monotonic()
-
-            def tell(what: str) -> None:
-                """Say what begins, and what is left, with its time by the mean of the rounds so far."""
-                left = sum(len(self._left(group, journal.outcome)) for group in self.suite.groups)
-                done = sum(not each.skipped for each in journal.outcome.rounds) - len(kept.rounds)
-                left_s = (time.monotonic() - began_s) / done * left if done else 0.0
-                say(f"[{left} rounds left{f', {left_s / 60:.0f} min' if done else ''}] {what}")
-
-            if not any(self._left(group, kept) for group in self.suite.groups):
-                say(f"no round is left to run in {folder}, begun {kept.setting.started}")
+        with Journal(folder, setting_of(self.suite, self.selection, self.software)) as journal:
+            began = journal.outcome
+            given_up = {each.case for each in began.rounds if each.error and not retry_failed}
+            if not self._left(journal, given_up, self.suite.groups):
+                say(f"no round is left to run in {folder}, begun {began.setting.started}")
             for group in self.suite.groups:
-                self._run_group(group, journal, tell)
+                self._skip_missing(group, journal)
+                if self._left(journal, given_up, [group]):
+                    self._run_group(group, journal, given_up, retry_failed)
             return journal.outcome
 
-    def _left(self, group: Group, outcome: EvaluationOutcome) -> list[tuple[int, Case]]:
+    def _left(self, journal: Journal, given_up: set[Case], groups: Sequence[Group]) -> list[tuple[int, Case]]:
         """Return the turns still to run: no others of a case that failed, which would fail again."""
-        ran = {(each.number, each.case) for each in outcome.rounds}
-        failed = {each.case for each in outcome.rounds if each.error}
-        able = [(number, case) for number, case in group.turns() if case.system not in self.missing]
-        return [turn for turn in able if turn not in ran and turn[1] not in failed]
+        done = {(each.number, each.case) for each in journal.outcome.rounds if each.ok}
+        turns = (turn for group in groups for turn in group.turns())
+        return [
+            (number, case)
+            for number, case in turns
+            if case.system not in self.missing and case not in given_up and (number, case) not in done
+        ]
 
-    def _run_group(self, group: Group, journal: Journal, tell: Callable[[str], None]) -> None:
+    def _skip_missing(self, group: Group, journal: Journal) -> None:
         for case in (group.case(system) for system in group.systems if system in self.missing):
             if not any(each.case == case for each in journal.outcome.rounds):
-                journal.add_round(Round(case, 0, skipped=self.missing[case.system]))
+                journal.add(Round(case, 0, skipped=self.missing[case.system]))
             say(f"{case.key}: skipped, {self.missing[case.system]}")
-        if not (turns := self._left(group, journal.outcome)):
-            return
+
+    def _run_group(self, group: Group, journal: Journal, given_up: set[Case], retry_failed: bool) -> None:
+        def tell(what: str) -> None:
+            say(f"[{len(self._left(journal, given_up, self.suite.groups))} rounds left] {what}")
+
         try:
             with self.selection.hosts_of(group) as hosts:
-                measured = any(each.cluster == group.cluster for each in journal.outcome.links)
-                if not measured and len(hosts.spec.hosts) > 1:
+                known = {each.cluster for each in journal.outcome.links if not (each.why and retry_failed)}
+                if group.cluster not in known and len(hosts.spec.hosts) > 1:
                     tell(f"{group.cluster}: links")
-                    journal.add_links(links.measure(hosts, group.cluster))
-                for number, case in turns:
-                    if (number, case) in self._left(group, journal.outcome):
-                        tell(f"{case.key}, round {number + 1} of {group.rounds}")
-                        finished = self._round(case, number, hosts, _limit_s(case.task))
-                        journal.add_round(finished)
-                        say(_line(finished))
+                    for link in links.measure(hosts, group.cluster):
+                        journal.add(link)
+                while left := self._left(journal, given_up, [group]):
+                    number, case = left[0]
+                    tell(f"{case.key}, round {number + 1} of {group.rounds}")
+                    finished = self._round(case, number, hosts, _limit_s(case.task))
+                    journal.add(finished)
+                    if not finished.ok:
+                        given_up.add(case)
+                    say(_line(finished))
         except HvpipeError as error:
-            left = self._left(group, journal.outcome)
+            left = self._left(journal, given_up, [group])
             for number, case in left:
-                journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
+                journal.add(Round(case, number, skipped=f"{NOT_UP}{error}"))
+                given_up.add(case)
             said = f"not run, {NOT_UP}{error}" if left else f"measured; its hosts could not be ended: {error}"
             say(f"{group.name}: {said}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 from pathlib import Path
@@ -15,56 +14,32 @@ _PROBE = """
 import json, sys
 from importlib import metadata
 
-found = {}
-for name in sys.argv[1:]:
-    try:
-        found[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
+known = {each.name: each.version for each in metadata.distributions()}
+print(json.dumps({name: known[name] for name in sys.argv[1:] if name in known}))
 """
 
 
 def describe_software(python: str) -> dict[str, str]:
     """Return versions by name, with the `python` and the `commit`, without those that cannot be found out."""
-    commit = _commit(_ROOT)
-    return {"python": python, **({"commit": commit} if commit else {}), **_versions(python)}
-
-
-def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return what both have in different versions, as "keras 3.14 (now 3.15)"."""
-    return [
-        f"{name} {before[name]} (now {now[name]})"
-        for name in before
-        if name in now and before[name] != now[name]
-    ]
-
-
-def _versions(python: str) -> dict[str, str]:
     try:
-        said = subprocess.run(
-            [python, "-c", _PROBE, *_PACKAGES], check=True, timeout=60, capture_output=True, text=True
-        )
-        found: dict[str, str] = json.loads(said.stdout)
+        versions: dict[str, str] = json.loads(_said([python, "-c", _PROBE, *_PACKAGES]))
     except (OSError, ValueError, subprocess.SubprocessError):
-        return {}
-    return found
+        versions = {}
+    commit = _commit(_ROOT)
+    return {"python": python, **({"commit": commit} if commit else {}), **versions}
 
 
 def _commit(checkout: Path) -> str:
-    """Return the last commit of the measured files, a digest of changes and new files; "" without git."""
+    """Return the last commit of the measured files, and whether they have changed since; "" without git."""
+    git = ["git", "-C", str(checkout)]
     try:
-        last = _git(checkout, "log", "-1", "--format=%h")
-        changes = _git(checkout, "diff", "HEAD").encode()
-        for name in _git(checkout, "ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]:
-            changes += name.encode() + (checkout / name).read_bytes()
+        last = _said([*git, "log", "-1", "--format=%h", "--", *_MEASURED])
+        changed = _said([*git, "status", "--porcelain", "--", *_MEASURED])
     except (OSError, subprocess.SubprocessError):
         return ""
-    digest = hashlib.blake2b(changes, digest_size=4).hexdigest()
-    return f"{last} with changes {digest}" if changes else last
+    return f"{last} with changes" if changed else last
 
 
-def _git(checkout: Path, *words: str) -> str:
-    command = ["git", "-C", str(checkout), *words, "--", *_MEASURED]
-    done = subprocess.run(command, check=True, timeout=60, capture_output=True, errors="replace")
+def _said(command: list[str]) -> str:
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True, errors="replace")
     return done.stdout.strip()

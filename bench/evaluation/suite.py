@@ -93,10 +93,10 @@ class Suite:
         return replace(self, groups=tuple(groups))
 
     def with_threads(self, given: int | None, cores: Callable[[Group], float]) -> Suite:
-        """Return the same with threads settled: `given`, else the group's own, else a rank's `cores`."""
+        """Return the same with threads settled: `given`, else a rank's `cores`."""
 
         def settled(group: Group) -> Group:
-            threads = given or group.task.threads or max(1, int(cores(group)))
+            threads = given or max(1, int(cores(group)))
             return replace(group, task=replace(group.task, threads=threads))
 
         return replace(self, groups=tuple(settled(group) for group in self.groups))
@@ -119,13 +119,10 @@ class Suite:
 
 def require_ranks(task: Task, ranks: int) -> None:
     """Raise BenchError if `ranks` ranks cannot train a task."""
-    if task.shares and len(task.shares) != ranks:
-        raise BenchError(f"shares should have one for each of {ranks} ranks. Received: {list(task.shares)}")
-    together = sum(task.shares) or task.batch * ranks
     if not task.epochs:
         return
     examples = dataset_of(task.workload).trained
-    if together == 0 or task.epochs * (examples // together) <= task.warm_up:
+    if task.epochs * (examples // (task.batch * ranks)) <= task.warm_up:
         raise BenchError(
             f"epochs of {examples} examples should have more steps than the warm-up's {task.warm_up}. "
             f"Received: {task.batch} samples on each of {ranks} ranks"

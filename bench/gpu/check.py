@@ -259,7 +259,8 @@ def main() -> int:
         print(table(new), flush=True)
         if arguments.json:  # after each part, because the next one may hang
             date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            arguments.json.write_text(json.dumps({"date": date, "rows": rows}, indent=1) + "\n")
+            lines = ",\n".join(map(json.dumps, rows))
+            arguments.json.write_text(f'{{"date": "{date}", "rows": [\n{lines}\n]}}\n')
 
     show(one_rank(find_nccl(named), arguments.timeout))
     planned = runs(devices, version, "small" if arguments.small else "all")

@@ -34,6 +34,11 @@ class LinkFacts:
             return True
         return abs(self.two_way_bits_per_s / self.set_bits_per_s - 1) <= _NEAR
 
+    def describe(self) -> str:
+        carries = f"not measured, {self.why}" if self.why else format_rate(self.two_way_bits_per_s)
+        marked = "" if self.keeps_its_limit else ", NOT AS SET: results do not reflect the set rate"
+        return f"{self.first} to {self.second} {format_rate(self.set_bits_per_s)}, two-way {carries}{marked}"
+
 
 def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
     """Measure the links from the first host to every other one. Those that cannot be measured say why."""
@@ -47,14 +52,8 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
             rates = measure_two_way(hosts, first.name, other.name, seconds=seconds)
             link = replace(link, two_way_bits_per_s=fmean(rates))
         except Exception as error:  # the systems can be measured without it
-            say(f"{first.name} to {other.name}: both ways at once not measured, {error}")
             link = replace(link, why=last_words(str(error)))
-        if not link.keeps_its_limit:
-            say(
-                f"WARNING: {cluster}: the link from {link.first} to {link.second} is set to "
-                f"{format_rate(link.set_bits_per_s)}, and carries {format_rate(link.two_way_bits_per_s)}. "
-                "Results on this link do not reflect the stated rate."
-            )
+        say(f"{cluster}: {link.describe()}")
         found.append(link)
     return found
 

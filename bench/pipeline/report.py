@@ -63,7 +63,7 @@ class PipelineReport:
         return head + table([*titles, f"saved by {self.cases[0].method}"], rows)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(asdict(self)) + "\n"
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PipelineReport:

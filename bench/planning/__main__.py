@@ -102,9 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"1f1b, {MICROBATCHES} micro-batches; random is the median of {_DRAWS} that fit")
     print("\n".join(f"{name} = {value:.4g}" for name, value in figures.items()))
     if options.json:
-        data = {"microbatches": MICROBATCHES, "draws": _DRAWS, "summary": figures}
-        data["results"] = [asdict(result) for result in results]
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
+        lines = [{"microbatches": MICROBATCHES, "draws": _DRAWS, **figures}, *map(asdict, results)]
+        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 0
 
 

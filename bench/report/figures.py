@@ -1,4 +1,4 @@
-"""The figures of an evaluation, from its rounds alone: steps and their noise, efficiency, comparisons, means.
+"""The figures of an evaluation, from its rounds alone: steps and their noise, efficiency, the bound.
 
 A step is the median of the slowest rank over the timed steps, without the first of each round. Its noise is
 the standard error of that median.
@@ -12,16 +12,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.metrics import communication_bound_s, relative_spread
-from bench.rounds.record import ALONE, Case, RankRound, Round
+from bench.rounds.record import ALONE, Case, Round
 from bench.systems import SYSTEMS
 
 BESIDE_TCP = "single-beside-tcp"
-_GPU_TOTAL = "gpu_energy_j"  # a counter; its mean says nothing
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ class CaseFigures:
     alone_s: float | None = None  # computing alone in the same group; a drained mean if this step is one
     links_s: float | None = None  # the gradients' time on the slowest link
     bound_s: float | None = None  # the largest of alone_s, links_s and the step beside plain TCP
-    bound_is: str = ""  # what it was measured by: "plain TCP", "links as measured"; "" if links count as set
-    gpu: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)  # means by quantity and rank
 
     @property
     def rounds(self) -> int:
@@ -75,7 +72,7 @@ class CaseFigures:
 def all_figures(outcome: EvaluationOutcome) -> list[CaseFigures]:
     """Return a row for each case that has figures, with groups in the order of the suite."""
     groups: dict[str, list[CaseFigures]] = {}
-    for rounds in rounds_by_case(outcome).values():
+    for rounds in _rounds_by_case(outcome).values():
         if good := [each for each in rounds if each.ok]:
             groups.setdefault(good[0].case.group, []).append(_case_figures(good))
     systems = list(SYSTEMS)
@@ -89,8 +86,7 @@ def all_figures(outcome: EvaluationOutcome) -> list[CaseFigures]:
     return rows
 
 
-def rounds_by_case(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
-    """Return the rounds of each case by its key."""
+def _rounds_by_case(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
     cases: dict[str, list[Round]] = {}
     for each in outcome.rounds:
         cases.setdefault(each.case.key, []).append(each)
@@ -100,7 +96,7 @@ def rounds_by_case(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
 def not_measured(outcome: EvaluationOutcome) -> dict[str, str]:
     """Return the reason by case: any round failed, or all were skipped."""
     found = {}
-    for key, rounds in rounds_by_case(outcome).items():
+    for key, rounds in _rounds_by_case(outcome).items():
         failed = next((each for each in rounds if each.error), None)
         if failed is not None:
             found[key] = f"failed, {failed.why}"
@@ -141,49 +137,29 @@ def by_group(rows: Iterable[CaseFigures]) -> dict[str, list[CaseFigures]]:
     return {name: list(members) for name, members in groupby(rows, key=lambda row: row.case.group)}
 
 
-def samples(case: Case) -> int:
-    """Return the samples of one step, of all ranks together."""
-    return sum(case.task.shares) if case.task.shares else case.task.batch * case.ranks
-
-
 def _case_figures(rounds: list[Round]) -> CaseFigures:
     case, numbers = rounds[0].case, range(len(rounds[0].ranks))
     slowest = max(numbers, key=lambda rank: statistics.median(s for r in rounds for s in r.counted(rank)))
     uneven = case.system in SYSTEMS and SYSTEMS[case.system].uneven
     steps_by_round = [each.ranks[slowest].step_s if uneven else each.counted(slowest) for each in rounds]
-    steps = [step for each in steps_by_round for step in each]
     ranks = [rank for each in rounds for rank in each.ranks]
-    by_rank = [[each.ranks[number] for each in rounds] for number in numbers]
     rounds_wall_s = {each.number: max(rank.wall_s for rank in each.ranks) for each in rounds}
     wall_s = statistics.median(list(rounds_wall_s.values()))
-    step_s = wall_s if uneven else statistics.median(steps)
+    step_s = wall_s if uneven else statistics.median([step for each in steps_by_round for step in each])
     return CaseFigures(
         case,
         step_s,
         mean_noise(steps_by_round) if uneven else steps_noise(steps_by_round),
         wall_s,
-        samples(case) / step_s,
+        case.task.batch * case.ranks / step_s,
         statistics.median([max(rank.first_step_s for rank in each.ranks) for each in rounds]),
-        tuple(statistics.fmean(each.cpu_share for each in rank) for rank in by_rank),
+        tuple(statistics.fmean(each.ranks[rank].cpu_share for each in rounds) for rank in numbers),
         max(rank.peak_bytes for rank in ranks),
         max(rank.sent_bytes for rank in ranks),
         {each.number: statistics.median(steps) for each, steps in zip(rounds, steps_by_round, strict=True)},
         rounds_wall_s,
         uneven,
-        gpu=_gpu(by_rank),
     )
-
-
-def _gpu(by_rank: Sequence[Sequence[RankRound]]) -> dict[str, tuple[float | None, ...]]:
-    sampled = {name for rank in by_rank for each in rank for name in each.utilization}
-    quantities = sorted(name for name in sampled if name.startswith("gpu_") and name != _GPU_TOTAL)
-    return {name: tuple(_mean_use(rank, name) for rank in by_rank) for name in quantities}
-
-
-def _mean_use(rounds: Sequence[RankRound], name: str) -> float | None:
-    """Return a sampled quantity in the rounds of a rank; None if it was not sampled."""
-    values = [each.utilization[name] for each in rounds if name in each.utilization]
-    return statistics.fmean(values) if values else None
 
 
 def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
@@ -214,19 +190,13 @@ def _with_bound(
     outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures | None, beside: CaseFigures | None
 ) -> CaseFigures:
     """Add the bound, from computing alone in the same group, and from doing so beside a plain TCP stream."""
-    if alone is not None:
-        alone_s = alone.wall_s if row.uneven else alone.step_s
-        row = replace(row, alone_s=alone_s)
-        cluster = outcome.setting.cluster(row.case.cluster)
-        if cluster.hosts < 2:
-            row = replace(row, bound_s=alone_s)
-        elif (links_s := _links_s(outcome, row.case.group, cluster)) is not None:
-            bound_is = "links as measured" if cluster.slowest_bits_per_s is None else ""
-            row = replace(row, links_s=links_s, bound_s=max(alone_s, links_s), bound_is=bound_is)
-    if beside is not None:
-        beside_s = beside.wall_s if row.uneven else beside.step_s
-        row = replace(row, bound_s=max(row.bound_s or 0.0, beside_s), bound_is="plain TCP")
-    return row
+    alone_s, beside_s = (of and (of.wall_s if row.uneven else of.step_s) for of in (alone, beside))
+    cluster = outcome.setting.cluster(row.case.cluster)
+    several = alone is not None and cluster.hosts > 1
+    links_s = _links_s(outcome, row.case.group, cluster) if several else None
+    known = [alone_s, links_s, beside_s] if links_s is not None or not several else [beside_s]
+    bound_s = max((each for each in known if each is not None), default=None)
+    return replace(row, alone_s=alone_s, links_s=links_s, bound_s=bound_s)
 
 
 def _links_s(outcome: EvaluationOutcome, group: str, cluster: ClusterFacts) -> float | None:

@@ -6,7 +6,6 @@ The rounds of such a case have different seeds. Time is that of steps: evaluatio
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -68,11 +67,6 @@ def learning(outcome: EvaluationOutcome) -> dict[str, tuple[float, list[Learned]
         ]
         found[group] = (target, sorted(learned, key=lambda each: each.seconds))
     return found
-
-
-def best_of(learned: Iterable[Learned], names: Sequence[str]) -> Learned | None:
-    """Return the fastest of some systems that reaches the target in all its rounds."""
-    return next((each for each in learned if each.system in names and each.reaches), None)
 
 
 def ends_of_epochs_s(round_: Round) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -36,36 +35,25 @@ class RankJob:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = StepWatch(self.task.warm_up if self.task.epochs else None, self.local_rank_and_size[0])
+        self.watch = StepWatch(self.task.warm_up if self.task.epochs else None)
 
     @property
-    def batches(self) -> tuple[int, ...]:
-        """Samples of a step, by rank."""
-        return self.task.shares or (self.task.batch,) * self.size
-
-    @property
-    def batch(self) -> int:
-        """Samples of this rank's step."""
-        return self.batches[self.rank]
+    def samples(self) -> int:
+        """The samples of a step, of all ranks together."""
+        return self.task.batch * self.size
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks without MPI or TensorFlow, which differ between systems. It costs no CPU."""
+        """Wait for all ranks without MPI or TensorFlow, which differ between systems. It costs no CPU.
+
+        Over NFS, a file that was looked up too early may stay missing for 30 s. Listing the folder asks the
+        server whether it changed.
+        """
         (self.directory / f"{what}-{self.rank}").touch()
-        wait_for(self.directory, {f"{what}-{rank}" for rank in range(self.size)}, _MEET_S)
-
-
-def wait_for(directory: Path, names: set[str], within_s: float = math.inf) -> None:
-    """Wait until files are there. TimeoutError names those that are missing.
-
-    Over NFS, a file that was looked up too early may stay missing for 30 s. Listing the folder asks the
-    server whether it changed.
-    """
-    deadline_s = time.monotonic() + within_s
-    while missing := names - set(os.listdir(directory)):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(
-                f"All processes should get this far within {within_s:g} s. Received: no {', '.join(missing)}"
-            )
-        time.sleep(
-            0.01 if math.isfinite(within_s) else 0.05
-        )  # without an end: servers, on cores of ranks that train
+        names = {f"{what}-{rank}" for rank in range(self.size)}
+        deadline_s = time.monotonic() + _MEET_S
+        while missing := names - set(os.listdir(self.directory)):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(
+                    f"All ranks should get this far within {_MEET_S:g} s. Received: no {', '.join(missing)}"
+                )
+            time.sleep(0.01)

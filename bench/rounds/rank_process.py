@@ -39,11 +39,10 @@ def _run(directory: Path, rank: int | None) -> None:
         rank, local_rank_and_size = launch.rank or 0, (launch.local_rank or 0, launch.local_size or 1)
     else:
         local_rank_and_size = tuple(what["local_ranks_and_sizes"][rank])
-    task = Task(**{**what["task"], "shares": tuple(what["task"]["shares"])})
-    job = RankJob(task, rank, what["size"], what["options"], directory, local_rank_and_size)
+    job = RankJob(Task(**what["task"]), rank, what["size"], what["options"], directory, local_rank_and_size)
     importlib.import_module(f"bench.systems.{what['adapter']}").train(job)
     for number, found in (job.by_rank or {rank: job.watch.rank_round()}).items():
-        _write(job, number, replace(found, gradient_bytes=job.gradient_bytes, batch=job.batch))
+        _write(job, number, replace(found, gradient_bytes=job.gradient_bytes))
 
 
 def _write(job: RankJob, rank: int, found: RankRound) -> None:

@@ -12,9 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-FORMAT = 1
 NOT_UP = "the hosts were not up: "  # a reason that begins so blames a cluster or its hosts, not a system
-AUTO_THREADS = 0  # replaced by the cores of a rank before anything runs
 ALONE = "single"  # the system that computes without sharing
 
 
@@ -22,27 +20,26 @@ ALONE = "single"  # the system that computes without sharing
 class Task:
     """What every system trains: the same model code, data, batch, threads and seed.
 
-    `batch` counts samples per rank and step. On unequal hosts `shares` replaces it, with one number per rank.
+    `batch` counts samples per rank and step.
     """
 
     workload: str  # a name in bench.training.workloads
     batch: int
     pixels: int = 64  # or tokens of a sequence
-    threads: int = 1
+    threads: int = 1  # an operation's; Suite.with_threads sets them
     warm_up: int = 3  # steps, traced and untimed
     steps: int = 8  # timed
     seed: int = 20
-    shares: tuple[int, ...] = ()
     epochs: int = 0  # > 0: train that many epochs on real data and keep the loss and accuracy of each
 
     def describe(self, rounds: Collection[int]) -> str:
         """Describe in one line how much is trained. `rounds` has the number of rounds of each system."""
         least, most = min(rounds), max(rounds)
         turns = f"{most} round{'s' if most > 1 else ''}"
-        samples = "+".join(map(str, self.shares)) if self.shares else f"{self.batch} a rank"
         steps = f"{self.epochs} epochs" if self.epochs else f"{self.warm_up} + {self.steps} steps"
+        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
         return (
-            f"batch {samples}, {self.threads} thread{'' if self.threads == 1 else 's'} an operation, "
+            f"batch {self.batch} a rank, {threads} an operation, "
             f"{turns if least == most else f'{least} to {turns}'} of {steps}, seed {self.seed}"
         )
 
@@ -64,9 +61,8 @@ class Case:
     def key(self) -> str:
         """Unique in a suite, and the same in every run of it."""
         task = self.task
-        size = "+".join(map(str, task.shares)) if task.shares else str(task.batch)
         kind = f"{task.epochs}-epochs" if task.epochs else "weak"  # weak scaling: a batch is a rank's
-        return f"{task.workload}-{task.pixels}/{size}/{self.cluster}-{self.ranks}/{kind}/{self.system}"
+        return f"{task.workload}-{task.pixels}/{task.batch}/{self.cluster}-{self.ranks}/{kind}/{self.system}"
 
     @property
     def group(self) -> str:
@@ -80,13 +76,12 @@ class RankRound:
 
     step_s: list[float]
     wall_s: float  # from the start of the first timed step until drained, per step
-    cpu_share: float  # cores kept busy by this process while timed
+    cpu_share: float  # cores kept busy by this process while timed; 0, as the next: not measured
     peak_bytes: int  # resident memory, the most since the process began
     sent_bytes: int = 0  # by its host, on the wire, per step; 0 if not counted
     first_step_s: float = 0.0  # tracing and first step
-    batch: int = 0  # samples of its step
     gradient_bytes: int = 0  # float32, of Embeddings the batch's rows; for the bound of the links
-    utilization: dict[str, float] = field(default_factory=dict)  # means while timed: "host", "gpu_share", ...
+    host_share: float | None = None  # of its host's cores, busy while timed, by whoever; None: unknown
     loss: list[float] = field(default_factory=list)  # a value for each epoch
     accuracy: list[float] = field(default_factory=list)
 
@@ -137,11 +132,10 @@ class Round:
     def from_dict(data: dict[str, Any]) -> Round:
         """Read what asdict returned, perhaps through JSON."""
         case = dict(data["case"])
-        task = dict(case.pop("task"))
-        task["shares"] = tuple(task["shares"])
+        task = Task(**case.pop("task"))
         ranks = tuple(rank_round(rank) for rank in data["ranks"])
         rest = {k: v for k, v in data.items() if k not in ("case", "ranks", "notes")}
-        return Round(Case(task=Task(**task), **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
+        return Round(Case(task=task, **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
 
 
 def last_words(output: str) -> str:

@@ -19,7 +19,6 @@ from bench.launch import mpirun
 from bench.launch.processes import run_together
 from bench.rounds.record import Case, Round, rank_round
 from bench.systems import SYSTEMS, System
-from hvpipe.commands.mpirun import identify
 from hvpipe.errors import HvpipeError
 
 
@@ -88,7 +87,7 @@ def _run(
     found: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
     versions = [f"{what} {version}" for what, version in found[0]["versions"].items()]
     if system.start == "mpirun":
-        versions.append(identify(mpirun.find_mpirun(python)).name)
+        versions.append(mpirun.mpirun_of(python).name)
     ranks = tuple(rank_round(each["rank"]) for each in found)
     return replace(round_, ranks=ranks, versions=", ".join(versions))
 

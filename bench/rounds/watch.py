@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from statistics import fmean
 from typing import Any
+
+import psutil
 
 from bench.rounds import meter
 from bench.rounds.record import RankRound
-
-_SAMPLE_S = 0.2
 
 
 class StepWatch:
@@ -27,17 +25,12 @@ class StepWatch:
     at_window: Callable[[], None] | None = None
     helper: int | None = None  # a process whose CPU time counts as this rank's
 
-    def __init__(self, open_after: int | None = None, local_rank: int = 0) -> None:
-        """`local_rank` selects the host's GPU to sample."""
-        from hvpipe.monitor.utilization import Sampler, SamplerOptions
-
+    def __init__(self, open_after: int | None = None) -> None:
         self._open_after = open_after
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._sampler = Sampler(options=SamplerOptions(_SAMPLE_S, local_rank, visible))
         self._last_s = 0.0
         self._done = 0
         self._paused_s = 0.0
-        self._began_s = self._ended_s = 0.0
+        self._began_s = self._ended_s = self._host_share = 0.0
         self._first: meter.Reading | None = None
         self._last: meter.Reading | None = None
         self.first_step_s = 0.0
@@ -76,46 +69,31 @@ class StepWatch:
         """Note that nothing is left to do after the last step."""
         self._ended_s = time.monotonic()
         self._last = meter.read(self.helper)
-        self._sampler.stop()
+        self._host_share = psutil.cpu_percent() / 100
 
     def _open(self) -> None:
         if self.at_window is not None:
             self.at_window()
-        self._sampler.start()
+        psutil.cpu_percent()  # the next call measures from here
         self._first = meter.read(self.helper)
         self._paused_s = 0.0  # evaluations before the timed part do not count
         self._began_s = self._last_s = time.monotonic()
 
-    @property
-    def timed_s(self) -> float:
-        """The seconds of the timed part, with evaluations."""
-        return self._ended_s - self._began_s
-
     def rank_round(self) -> RankRound:
         assert self._first is not None
         assert self._last is not None
-        wall_s = self.timed_s - self._paused_s
+        timed_s = self._ended_s - self._began_s
         return RankRound(
             step_s=[round(each, 6) for each in self.step_s],
-            wall_s=wall_s / len(self.step_s),
-            cpu_share=(self._last.cpu_s - self._first.cpu_s) / self.timed_s,
+            wall_s=(timed_s - self._paused_s) / len(self.step_s),
+            cpu_share=(self._last.cpu_s - self._first.cpu_s) / timed_s,
             peak_bytes=self._last.peak_bytes,
             sent_bytes=(self._last.sent_bytes - self._first.sent_bytes) // len(self.step_s),
             first_step_s=self.first_step_s,
-            utilization=self._utilization(),
+            host_share=round(self._host_share, 3),
             loss=self.loss,
             accuracy=self.accuracy,
         )
-
-    def _utilization(self) -> dict[str, float]:
-        """Return the means of what was sampled of the host and its GPU."""
-        values: dict[str, list[float]] = {}
-        for sample in self._sampler.samples():
-            row = sample.to_row()
-            for name, value in {**row, "host": row["system_share"]}.items():
-                if value is not None and name.startswith(("host", "gpu_")):
-                    values.setdefault(name, []).append(float(value))
-        return {name: round(fmean(found), 3) for name, found in values.items()}
 
 
 def fit_callback(

@@ -33,13 +33,11 @@ def train(job: RankJob) -> None:
     variables = [v.value for v in model.trainable_variables]
     optimizer.build(model.trainable_variables)
     hvd.broadcast_variables([v.value for v in model.variables], root_rank=0)
-    # Horovod averages over ranks, so scale by the rank's share of the samples.
-    part = job.batch * job.size / sum(job.batches)
 
     @tf.function(jit_compile=False)
     def step(batch: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = loss_of(keras, model, batch) * part
+            loss = loss_of(keras, model, batch)
         tape = hvd.DistributedGradientTape(tape)
         optimizer.apply(tape.gradient(loss, variables), model.trainable_variables)
         return loss

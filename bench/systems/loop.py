@@ -43,15 +43,15 @@ def run(keras: Any, model: Any, job: RankJob, data: Iterator[Any], step: Callabl
     job.watch.drained()
 
 
-def replica_step(keras: Any, model: Any, optimizer: Any, part: float) -> Callable[[Any], Any]:
-    """Return a replica's step: `part` of the batch's mean. The strategy adds up all replicas."""
+def replica_step(keras: Any, model: Any, optimizer: Any, size: int) -> Callable[[Any], Any]:
+    """Return the step of one of `size` ranks, whose updates add up to that of the mean over all samples."""
     import tensorflow as tf
 
     def step(batch: Any) -> Any:
-        # Under a strategy Keras divides a mean loss by the number of replicas, as if all had equal samples.
+        # Under a strategy Keras divides a mean loss by its number of replicas: 1 with parameter servers.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
         with tf.GradientTape() as tape:
-            loss = loss_of(keras, model, batch) * (replicas * part)
+            loss = loss_of(keras, model, batch) * (replicas / size)
         gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
         optimizer.apply(gradients, model.trainable_variables)
         return loss

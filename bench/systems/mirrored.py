@@ -28,8 +28,7 @@ def train(job: RankJob) -> None:
     with strategy.scope():
         model, optimizer = make_model(keras, job.task), make_optimizer(keras, job.task)
         optimizer.build(model.trainable_variables)
-    # The optimizer adds up the gradients of all ranks, so scale by the rank's share of the samples.
-    of_replica = loop.replica_step(keras, model, optimizer, job.batch / sum(job.batches))
+    of_replica = loop.replica_step(keras, model, optimizer, job.size)
 
     @tf.function(jit_compile=False)
     def step(batch: Any) -> Any:

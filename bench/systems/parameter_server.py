@@ -1,8 +1,7 @@
 """TensorFlow's ParameterServerStrategy: workers pull variables from servers and push gradients to them.
 
 ``python -m bench.systems.parameter_server DIRECTORY JOB INDEX`` is a worker or a parameter server. It serves
-until it is ended. When the coordinator asks, at the begin and at the end of the timed part, it writes what it
-has used to DIRECTORY/JOB-INDEX.begin and .end.
+until it is ended. Steps are timed by the coordinator. What workers and servers use is not measured.
 """
 
 from __future__ import annotations
@@ -12,28 +11,18 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.rounds import meter
-from bench.rounds.job import RankJob, wait_for
-from bench.rounds.record import RankRound
+from bench.rounds.job import RankJob
 from bench.systems.loop import replica_step
 from bench.training.prepare import own_gpu, prepare_tensorflow
 from bench.training.workloads import batches_of, evaluator, make_model, make_optimizer, runs_of
-from hvpipe.atomic_file import atomic_file
-
-_ANSWER_S = 30.0  # the longest wait for a reading
 
 
 def train(job: RankJob) -> None:
     """Do the coordinator's part of a round: hand steps to the workers, and measure for all of them."""
-    if len(set(job.batches)) > 1:
-        raise ValueError(
-            "Workers of parameter servers share out the work as they go, so shares should be equal. "
-            f"Received: shares={job.task.shares}"
-        )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the coordinator computes nothing
     keras = prepare_tensorflow(job.task.threads)
     import tensorflow as tf
@@ -45,8 +34,7 @@ def train(job: RankJob) -> None:
         model, optimizer = make_model(keras, job.task), make_optimizer(keras, job.task)
         optimizer.build(model.trainable_variables)
 
-    # Each worker's update is its part of the step.
-    of_replica = replica_step(keras, model, optimizer, 1 / job.size)
+    of_replica = replica_step(keras, model, optimizer, job.size)
 
     @tf.function(jit_compile=False)
     def step_on(batch: Any) -> Any:
@@ -63,10 +51,9 @@ def train(job: RankJob) -> None:
     else:
         iterator = iter(coordinator.create_per_worker_dataset(lambda: batches_of(job)))
         schedule = lambda: coordinator.schedule(step_from, args=(iterator,))  # noqa: E731
-    job.watch.at_window = lambda: ask_for_readings(job.directory, "begin")
     _run(job, schedule, coordinator, evaluator(keras, model, job))
-    ask_for_readings(job.directory, "end")
-    job.by_rank = {rank: _with_servers(job, rank) for rank in range(job.size)}
+    times = replace(job.watch.rank_round(), cpu_share=0.0, peak_bytes=0, sent_bytes=0, host_share=None)
+    job.by_rank = dict.fromkeys(range(job.size), times)
 
 
 def _run(
@@ -88,43 +75,8 @@ def _run(
     job.watch.drained()
 
 
-def _with_servers(job: RankJob, rank: int) -> RankRound:
-    """Return a rank's figures: those of its worker, and its part of the host's parameter server."""
-    jobs = json.loads(os.environ["TF_CONFIG"])["cluster"]
-    hosts = [address.rpartition(":")[0] for address in jobs["worker"]]
-    servers = [address.rpartition(":")[0] for address in jobs["ps"]]
-    worker = _used(job, "worker", rank)
-    server = _used(job, "ps", servers.index(hosts[rank]))
-    part = 1 / hosts.count(hosts[rank])
-    return replace(
-        job.watch.rank_round(),
-        cpu_share=(worker.cpu_s + part * server.cpu_s) / job.watch.timed_s,
-        peak_bytes=round(worker.peak_bytes + part * server.peak_bytes),
-        sent_bytes=worker.sent_bytes // len(job.watch.step_s),
-        utilization={},  # that of the coordinator says nothing
-    )
-
-
-def _used(job: RankJob, what: str, index: int) -> meter.Reading:
-    """Return what a process used in the timed part. Its peak memory is of its whole life."""
-    first, last = (wait_for_reading(job.directory, what, index, moment) for moment in ("begin", "end"))
-    return replace(last, cpu_s=last.cpu_s - first.cpu_s, sent_bytes=last.sent_bytes - first.sent_bytes)
-
-
-def ask_for_readings(directory: Path, moment: str) -> None:
-    """Ask all servers of a round for what they have used so far."""
-    (directory / f"readings-{moment}").touch()
-
-
-def wait_for_reading(directory: Path, job: str, index: int, moment: str) -> meter.Reading:
-    """Return what a server had used when it was asked."""
-    name = f"{job}-{index}.{moment}"
-    wait_for(directory, {name}, _ANSWER_S)
-    return meter.Reading(**json.loads((directory / name).read_text()))
-
-
 def serve(directory: Path, job: str, index: int) -> None:
-    """Start the server that TF_CONFIG describes, and write what it uses."""
+    """Start the server that TF_CONFIG describes."""
     what = json.loads((directory / "job.json").read_text())
     os.environ.update(what["environment"])
     if job == "ps":
@@ -140,14 +92,9 @@ def serve(directory: Path, job: str, index: int) -> None:
         config.gpu_options.visible_device_list = str(gpu)
         config.gpu_options.allow_growth = True
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    server = tf.distribute.Server(
+    tf.distribute.Server(
         resolver.cluster_spec(), job_name=job, task_index=index, protocol="grpc", config=config
-    )
-    for moment in ("begin", "end"):
-        wait_for(directory, {f"readings-{moment}"})
-        with atomic_file(directory / f"{job}-{index}.{moment}") as file:
-            file.write(json.dumps(asdict(meter.read())).encode())
-    server.join()  # until it is ended
+    ).join()  # until it is ended
 
 
 if __name__ == "__main__":

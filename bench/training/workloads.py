@@ -119,8 +119,8 @@ def check(task: Task) -> None:
     if task.epochs and workload.data not in DATASETS:
         names = ", ".join(name for name, each in WORKLOADS.items() if each.data in DATASETS)
         raise BenchError(f"Workloads that train epochs are {names}. Received: workload={task.workload!r}")
-    if min(task.batch, task.threads, task.steps, task.warm_up, *task.shares) < 1:
-        raise BenchError(f"Batch, shares, threads, steps and warm-up must be at least 1. Received: {task}")
+    if min(task.batch, task.threads, task.steps, task.warm_up) < 1:
+        raise BenchError(f"Batch, threads, steps and warm-up must be at least 1. Received: {task}")
     if min(task.epochs, task.seed) < 0:
         raise BenchError(f"Epochs and the seed must be at least 0. Received: {task}")
 
@@ -155,7 +155,7 @@ def train_whole_steps(job: RankJob) -> None:
     Each of several independent processes then does all the work, so their steps are no reference for time.
     """
     if job.task.epochs:
-        job.task = replace(job.task, batch=sum(job.batches), shares=())
+        job.task = replace(job.task, batch=job.samples)
         job.rank, job.size = 0, 1
 
 
@@ -175,7 +175,7 @@ def dataset_of(workload: str) -> Dataset:
 
 
 def _steps_of_epoch(job: RankJob) -> int:
-    return dataset_of(job.task.workload).trained // sum(job.batches)
+    return dataset_of(job.task.workload).trained // job.samples
 
 
 def batches_of(job: RankJob, rank: int | None = None) -> Any:
@@ -184,9 +184,9 @@ def batches_of(job: RankJob, rank: int | None = None) -> Any:
 
     rank = job.rank if rank is None else rank
     if job.task.epochs:
-        data = tf.data.Dataset.from_tensor_slices(_epochs_of_rank(job, rank)).batch(job.batches[rank])
+        data = tf.data.Dataset.from_tensor_slices(_epochs_of_rank(job, rank)).batch(job.task.batch)
     else:
-        data = tf.data.Dataset.from_tensors(synthetic(job.task, job.batches[rank], rank))
+        data = tf.data.Dataset.from_tensors(synthetic(job.task, job.task.batch, rank))
     return endless(data)
 
 
@@ -247,11 +247,10 @@ def _epochs_of_rank(job: RankJob, rank: int) -> tuple[Any, Any]:
 
     x, y, _, _ = dataset_of(job.task.workload).split(job.task.seed)
     epochs, steps = job.task.epochs, _steps_of_epoch(job)
-    together = sum(job.batches)
-    first = sum(job.batches[:rank])
+    used = steps * job.samples
     order = []
     for epoch in range(epochs):
-        shuffled = np.random.default_rng(1000 * job.task.seed + epoch).permutation(len(x))[: steps * together]
-        order.append(shuffled.reshape(steps, together)[:, first : first + job.batches[rank]].reshape(-1))
+        shuffled = np.random.default_rng(1000 * job.task.seed + epoch).permutation(len(x))[:used]
+        order.append(shuffled.reshape(steps, job.size, job.task.batch)[:, rank].reshape(-1))
     chosen = np.concatenate(order)
     return x[chosen], y[chosen]

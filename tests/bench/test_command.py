@@ -30,7 +30,7 @@ from hvpipe.errors import LaunchError
 
 TASK_FLAGS = [
     *("--batch", "--cluster", "--epochs", "--help", "--hosts", "--json", "--pixels", "--python", "--ranks"),
-    *("--rounds", "--seed", "--shares", "--steps", "--threads", "--warm-up", "--workload", "-h"),
+    *("--rounds", "--seed", "--steps", "--threads", "--warm-up", "--workload", "-h"),
 ]
 FLAGS = {
     "run": [
@@ -46,9 +46,9 @@ FLAGS = {
 
 
 def written(folder: Path, *rounds: Round) -> str:
-    journal = Journal(folder, outcome().setting)
-    for each in rounds:
-        journal.add_round(each)
+    with Journal(folder, outcome().setting) as journal:
+        for each in rounds:
+            journal.add(each)
     return str(folder)
 
 
@@ -99,7 +99,6 @@ def test_threads_are_the_cores_of_a_rank_by_default(
     assert told in capsys.readouterr().out
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), *words]) == 0
     assert {each.case.task.threads for each in EvaluationOutcome.read(tmp_path / "out").rounds} == {threads}
-    assert f"{threads} threads an operation" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_zero_threads_are_refused(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,9 +110,9 @@ def test_run_measures_the_installed_systems_and_writes_the_files(
     suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--json"]) == 0
-    cases = json.loads(capsys.readouterr().out)["cases"]
-    assert [each["step_s"] for each in cases] == [1.0, 2.0]
-    assert "absent" in (tmp_path / "out" / "report.html").read_text()
+    shown = json.loads(capsys.readouterr().out)
+    assert [each["step_s"] for each in shown["cases"]] == [1.0, 2.0]
+    assert list(shown["not_measured"].values()) == ["skipped, Horovod: absent"]
     found = EvaluationOutcome.read(tmp_path / "out")
     assert [each.case.system for each in found.rounds if each.skipped] == ["horovod"]
     assert found.setting.notes == ("on plain loopback",)
@@ -158,15 +157,6 @@ def test_a_relative_python_path_is_made_absolute(tmp_path: Path, monkeypatch: py
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     monkeypatch.chdir(tmp_path)
     assert command._python("bin/python") == str(tmp_path / "bin" / "python")
-
-
-def test_a_missing_package_is_an_error_before_any_measurement(
-    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert command.main(["run", suite, "--out", str(tmp_path / "out")]) == 2
-    assert "Received: no jinja2" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 SLEEPER = """
@@ -246,11 +236,10 @@ def test_one_cluster_for_a_whole_suite(
     assert "digits-64/8/theirs.toml-3/weak: " in capsys.readouterr().out
 
 
-def test_report_writes_the_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_the_figures_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = (finished(case("single"), 1.0), finished(case("hvpipe-step"), 2.0))
     folder = written(tmp_path / "a", *rounds)
     assert command.main(["report", folder]) == 0
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["report.html", "results.json"]
     assert EvaluationOutcome.read(tmp_path / "a") == outcome(*rounds)
     shown = capsys.readouterr().out
     assert "hvpipe-step   2 s" in shown
@@ -300,12 +289,13 @@ def test_retry_failed_runs_failed_rounds_again(
     assert command.main([*words, "--retry-failed"]) == 0
 
 
-def test_an_interrupted_run_has_a_report_and_goes_into_the_readme(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, outcome().setting)
-    journal.add_round(finished(case("hvpipe-step"), 1.0))
+def test_an_interrupted_run_has_a_report_and_goes_into_the_readme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, finished(case("hvpipe-step"), 1.0))
     assert command.main(["report", str(tmp_path)]) == 0
-    assert "hvpipe-step" in (tmp_path / "report.html").read_text()
-    journal.add_round(finished(case("hvpipe-step"), 5.0, number=1))
+    assert "hvpipe-step" in capsys.readouterr().out
+    written(tmp_path, finished(case("hvpipe-step"), 5.0, number=1))
     readme = tmp_path / "README.md"
     readme.write_text(f"{BEGIN}\n{END}\n")
     assert command.main(["readme", str(tmp_path), "--file", str(readme)]) == 0
@@ -322,8 +312,8 @@ def test_the_comparison_goes_into_the_benchmarks_readme() -> None:
 def test_unreadable_results_are_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("hvpipe bench report: Results should be a file")
-    (tmp_path / "results.json").write_bytes(b"\xff")
-    for words in (["report", str(tmp_path / "results.json")], ["advise", str(tmp_path)]):
+    (tmp_path / "results.jsonl").write_bytes(b"\xff")
+    for words in (["report", str(tmp_path / "results.jsonl")], ["advise", str(tmp_path)]):
         assert command.main(words) == 2
         assert "Received: " in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
@@ -411,8 +401,8 @@ def test_step_prints_a_row_for_each_system(
 ) -> None:
     words = ["step", "--systems", "single,hvpipe-step", "--rounds", "2", "--out", str(tmp_path / "out")]
     assert command.main([*words, "--batch", "16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:4] for line in lines if line.lstrip().startswith(("single", "hvpipe-step "))] == [
+    lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert [cells for cells in lines if cells[3:] == ["0%"]] == [
         ["single", "1", "s", "0%"],
         ["hvpipe-step", "2", "s", "0%"],
     ]
@@ -438,8 +428,6 @@ def test_step_prints_a_row_for_each_system(
             "of the systems should be installed. Received: Horovod: absent",
         ),
         (["--batch", "0"], "must be at least 1. Received: Task("),
-        (["--shares", "3,x"], "--shares should be whole numbers, as in 11,5. Received: '3,x'"),
-        (["--shares", "3,4,5"], "shares should have one for each of 2 ranks. Received: [3, 4, 5]"),
         (["--ranks", "0"], "--ranks should be at least 1. Received: --ranks 0"),
         (["--ranks", "2", "--cluster", "2x1gbit"], "Received: --ranks 2 with --hosts or --cluster"),
         (["--hosts", "a", "--cluster", "2x1gbit"], "Give --hosts or --cluster"),

@@ -129,7 +129,10 @@ def test_ranks_of_a_host_share_its_link() -> None:
 
 def test_all_reduce_report_as_json_and_text() -> None:
     report = one_host_report()
-    assert json.loads(report.to_json())["summary"] == report.summary()
+    head, *rows = map(json.loads, report.to_json().splitlines())
+    assert head["summary"] == report.summary()
+    assert rows[0]["median_s"] == {"mpi": 4e-6, "hvpipe": 2e-6, "copy": 1e-6}
+    assert rows[0]["spread"]["mpi"] == pytest.approx(0.125)
     text = report.to_text()
     assert all(part in text for part in ("4 KB", "9.00x", "of copy"))
     # 4 MiB in 100 us on 2 ranks.

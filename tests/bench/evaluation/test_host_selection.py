@@ -18,6 +18,7 @@ from bench.hosts import links
 from bench.hosts.hosts import ThisHost
 from bench.hosts.real_hosts import RealHosts
 from bench.rounds.record import Task
+from hvpipe.commands.mpirun import Mpirun
 
 SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"), rounds=2),))
 
@@ -68,8 +69,10 @@ def answering(monkeypatch: pytest.MonkeyPatch, **answers: str) -> None:
         return subprocess.CompletedProcess(command, int(not said), said, "-----\nssh: no route to host\n")
 
     monkeypatch.setattr("bench.launch.processes.run", answer)
-    monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
-    monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    monkeypatch.setattr(
+        "bench.launch.mpirun.mpirun_of",
+        lambda program: Mpirun(f"/{Path(program).name}/mpirun", "Open MPI", (5,)),
+    )
 
 
 def hardware(cores: int, machine: str, sees: bool = True) -> str:

@@ -51,7 +51,7 @@ def test_systems_in_once_take_part_only_in_the_first_round(tmp_path: Path) -> No
     assert "".join(case.system for _, case in suite.groups[0].turns()) == "abc" + "ca" + "ca"
     group = suite.groups[0]
     described = group.task.describe([group.rounds_of(name) for name in group.systems])
-    assert described == "batch 8 a rank, 0 threads an operation, 1 to 3 rounds of 3 + 8 steps, seed 20"
+    assert described == "batch 8 a rank, 1 thread an operation, 1 to 3 rounds of 3 + 8 steps, seed 20"
     assert suite.only_systems("ac").groups[0].once == ()
     assert suite.on_one_cluster("hosts", 2).groups[0].once == ("b",)
 
@@ -70,16 +70,6 @@ def test_on_one_cluster_tasks_run_once(tmp_path: Path) -> None:
     suite = two.on_one_cluster("hosts", 4)
     assert [(group.name, group.ranks) for group in suite.groups] == [("resnet50-64/8/hosts-4/weak", 4)]
     assert suite.on_one_cluster("hosts", 4) == suite
-
-
-def test_shares_that_fit_the_ranks_are_kept_on_another_cluster(tmp_path: Path) -> None:
-    suite = read_suite(written(tmp_path, GROUP + "shares = [11, 5]"), SYSTEMS)
-    assert [group.name for group in suite.on_one_cluster("hosts", 2).groups] == [
-        "resnet50-64/11+5/hosts-2/weak",
-    ]
-    left_out = suite.on_one_cluster("hosts", 3)
-    assert left_out.groups == ()
-    assert "one for each of 3 ranks. Received: [11, 5]" in left_out.notes[0]
 
 
 def test_epochs_need_more_steps_than_the_warm_up(tmp_path: Path) -> None:
@@ -119,17 +109,15 @@ def test_a_cluster_may_be_a_file_beside_the_suite(tmp_path: Path, monkeypatch: p
 
 def test_auto_threads_follow_from_the_cores_of_a_rank(tmp_path: Path) -> None:
     text = GROUP.replace('"2x1gbit"', '"2x1gbit", "4x1gbit", "slow-cpu"')
-    own = GROUP.replace('"resnet50"', '"vgg16"') + "threads = 6\n"
-    suite = read_suite(written(tmp_path, text + own), ("a",))
+    suite = read_suite(written(tmp_path, text), ("a",))
 
     def settled(given: int | None) -> list[int]:
         found = suite.with_threads(given, lambda group: cores_of_rank(cluster_spec(group.cluster), 8))
         return [group.task.threads for group in found.groups]
 
     # Of 8 cores, 2 ranks get 4 each and 4 ranks 2 each. The hosts of slow-cpu have quotas of 1 and 0.5 cores.
-    assert settled(None) == [4, 2, 1, 6]
-    assert settled(3) == [3, 3, 3, 3]
-    assert {group.task.threads for group in read_suite("quick", SYSTEMS).groups} == {0}
+    assert settled(None) == [4, 2, 1]
+    assert settled(3) == [3, 3, 3]
 
 
 def test_selecting_systems() -> None:
@@ -152,11 +140,7 @@ def test_selecting_systems() -> None:
         (GROUP.replace('"all"', "[]"), r"Received: \[\]"),
         (GROUP.replace("resnet50", "resnet51"), r"group\[0\]: The workload .* workload='resnet51'"),
         (GROUP.replace("batch = 8", "batch = 0"), "batch=0"),
-        (GROUP + 'threads = "all"', "threads should be a number.*Received: threads='all'"),
         (GROUP + 'once = ["absent"]', r"once should be names of .*Received: \['absent'\]"),
-        (GROUP + "shares = [16, 0]", "shares should be a whole number of at least 1. Received: shares=0"),
-        (GROUP + "shares = [8.5, 7.5]", "Received: shares=8.5"),
-        (GROUP + "shares = [1, 2, 3]", "one for each of 2 ranks"),
         (GROUP + GROUP, "each once. Received: .'resnet50-64/8/2x1gbit-2/weak'"),
     ],
 )

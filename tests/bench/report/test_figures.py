@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.hosts.links import LinkFacts
+from bench.report.cautions import disturbed
+from bench.report.comparisons import NATIVE, Comparison, Comparisons, compare_in_groups
 from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pays, steps_noise
-from bench.report.headlines import disturbed, headlines
-from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means
-from bench.rounds.record import RankRound, Round, Task
+from bench.report.text import to_text
+from bench.rounds.record import Round, Task
 from bench.systems import SYSTEMS
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
@@ -59,7 +60,6 @@ def test_efficiency_and_the_bound() -> None:
     # 95.2 MB between two hosts at 1 Gb/s take 0.7616 s, more than computing.
     assert found.bound_s == pytest.approx(0.7616)
     assert found.over_bound == pytest.approx(1.2 / 0.7616)
-    assert found.bound_is == ""
     alone_here = replace(CLUSTER, hosts=1, slowest_bits_per_s=None)
     rows = all_figures(
         outcome(finished(case("single"), 0.6), finished(case("tf-ps"), 1.2), clusters=(alone_here,))
@@ -71,11 +71,7 @@ def test_the_step_beside_plain_tcp_is_the_bound_where_it_was_measured() -> None:
     rounds = [finished(case(name), s) for name, s in (("single", 0.6), ("hvpipe-step", 1.2))]
     found = outcome(*rounds, finished(case("single-beside-tcp"), 0.8))
     assert row("hvpipe-step", all_figures(found)).over_bound == pytest.approx(1.5)
-    (head,) = [each for each in headlines(found, all_figures(found)) if "bound" in each.title]
-    assert (
-        head.detail
-        == "computing alone while a plain TCP stream sends as many bytes; geometric mean of 1 case"
-    )
+    assert "hvpipe-step over its bound: 1.50x, the geometric mean of 1 cases\n" in to_text(found)
 
 
 def test_links_without_a_set_rate_bound_at_the_measured_rate() -> None:
@@ -84,14 +80,11 @@ def test_links_without_a_set_rate_bound_at_the_measured_rate() -> None:
     rounds = (finished(case("single"), 0.6), finished(case("hvpipe-step"), 4.0))
     found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=(fast, slow))))
     # 2 (3 - 1) / 3 x 95.2 MB at 500 Mb/s.
-    assert (found.bound_s, found.bound_is) == (
-        pytest.approx(4 / 3 * 95.2e6 * 8 / 5e8),
-        "links as measured",
-    )
+    assert found.bound_s == pytest.approx(4 / 3 * 95.2e6 * 8 / 5e8)
     unknown = replace(slow, two_way_bits_per_s=None)
     for links in ((), (fast, unknown)):
         found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=links)))
-        assert (found.bound_s, found.over_bound, found.bound_is) == (None, None, "")
+        assert (found.bound_s, found.over_bound) == (None, None)
 
 
 def test_without_gradient_bytes_limited_links_have_no_bound() -> None:
@@ -115,17 +108,13 @@ def test_rounds_are_combined_and_failed_ones_left_out() -> None:
 
 
 def test_means_are_as_defined() -> None:
-    # 1.36x is 26.5 % less time; 1.5x would be 33 % less.
-    assert Comparison("g", "a", "b", 1.36).reduction == pytest.approx(0.265, abs=0.001)
-    found = means([Comparison("g", "a", "b", 1.0), Comparison("h", "a", "b", 4.0)])
-    assert found is not None
+    # 1.5x is 33 % less time, 4x is 75 % less.
+    found = Comparisons("a", "b", "all", (Comparison("g", "b", 1.0), Comparison("h", "b", 4.0)))
     assert found.reduction == pytest.approx(0.375)  # of 0 and 0.75
     assert found.speedup == pytest.approx(2.0)  # sqrt(1 x 4)
-    assert (found.groups, found.worst.speedup, found.slower_in) == (2, 1.0, ())
-    lost = means([Comparison("g", "a", "b", 0.96), Comparison("h", "a", "b", 0.5)])
-    assert lost is not None
-    assert lost.slower_in == ("g (0.96x, one round)", "h (0.50x, one round)")
-    assert means([]) is None
+    assert found.cells()[3:] == ["2.00x", "38% less", "2: 2 of one round", "1.00x, one round"]
+    lost = Comparisons("a", "b", "all", (Comparison("g", "b", 0.96), Comparison("h", "b", 0.5)))
+    assert lost.cells()[-1] == "0.96x, one round in g; 0.50x, one round in h"
 
 
 def test_a_system_is_compared_with_the_fastest_baseline() -> None:
@@ -207,12 +196,10 @@ def test_the_interval_is_students_over_paired_rounds() -> None:
         [1.1 ** (4 / 3 - 4.3027 / 3), 1.1 ** (4 / 3 + 4.3027 / 3)], rel=1e-4
     )
     assert found.verdict == "tie"
-    single = means([found, Comparison("h", "a", "b", 1.0, (1.0,))])
-    assert single is not None
+    single = Comparisons("a", "b", "all", (found, Comparison("h", "b", 1.0, (1.0,))))
     assert single.interval is None
     # A second case without noise halves the error, and keeps the degrees of freedom.
-    both = means([found, Comparison("h", "a", "b", 1.0, (1.0, 1.0, 1.0))])
-    assert both is not None
+    both = Comparisons("a", "b", "all", (found, Comparison("h", "b", 1.0, (1.0, 1.0, 1.0))))
     assert both.interval == pytest.approx(
         [1.1 ** (2 / 3 - 4.3027 / 6), 1.1 ** (2 / 3 + 4.3027 / 6)], rel=1e-4
     )
@@ -232,8 +219,8 @@ def test_equal_steps_have_no_noise(step_s: float, rounds: int, steps: int) -> No
 
 @given(st.lists(st.floats(0.05, 20), min_size=1, max_size=10))
 def test_means_lie_between_the_extremes(speedups: list[float]) -> None:
-    found = means([Comparison(str(i), "a", "b", s) for i, s in enumerate(speedups)])
-    assert found is not None
+    each = tuple(Comparison(str(i), "b", s) for i, s in enumerate(speedups))
+    found = Comparisons("a", "b", "all", each)
     assert min(speedups) * 0.999 <= found.speedup <= max(speedups) * 1.001
     assert 1 - 1 / min(speedups) - 1e-9 <= found.reduction <= 1 - 1 / max(speedups) + 1e-9
     # By Jensen's inequality, the speedup from the mean reduction is at most the geometric mean.
@@ -252,24 +239,10 @@ def test_every_case_with_figures_has_one_row(parts: list[tuple[str, list[float]]
     assert list(by_group(rows)) == ["resnet50-64/8/2x1gbit-2/weak"]
 
 
-def test_cores_and_gpu_use_are_given_for_every_rank() -> None:
-    def used(cores: float, **utilization: float) -> RankRound:
-        return replace(rank([1.0]), cpu_share=cores, utilization=utilization)
-
-    of = case("horovod")
-    rounds = (
-        Round(of, 0, (used(0.9, gpu_power_w=100.0, gpu_energy_j=5.0), used(0.5))),
-        Round(of, 1, (used(1.0, gpu_power_w=300.0), used(0.5))),
-    )
-    (found,) = all_figures(outcome(*rounds))
-    assert found.cores == (pytest.approx(0.95), pytest.approx(0.5))
-    assert found.gpu == {"gpu_power_w": (pytest.approx(200.0), None)}
-
-
 @pytest.mark.parametrize(("cores", "named"), [(0.9, False), (0.8, False), (0.7, True)])
 def test_rounds_beside_other_work_are_named(cores: float, named: bool) -> None:
     """Both cores of the machine are busy in all samples, each of the two ranks with `cores` of them."""
-    found = outcome(finished(case("hvpipe-step"), 1.0, utilization={"host": 1.0}, cpu_share=cores))
+    found = outcome(finished(case("hvpipe-step"), 1.0, host_share=1.0, cpu_share=cores))
     plan = {"groups": [{"cluster": "2x1gbit", "spec": {"hosts": []}}]}
     found = replace(found, setting=replace(found.setting, plan=plan))
     assert bool(disturbed(found)) is named

@@ -91,16 +91,6 @@ processes.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
 """
 
 
-def test_a_terminated_run_ends_the_processes_it_started(tmp_path: Path) -> None:
-    line = [sys.executable, "-c", ENDED, str(tmp_path)]
-    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        process.terminate()
-        assert process.wait(30) == 128 + signal.SIGTERM
-    assert _running(tmp_path) == []
-
-
 ENDED_EARLY = """
 import signal, subprocess
 
@@ -218,7 +208,6 @@ def test_time_for_evaluation_is_not_part_of_the_timed_steps() -> None:
         (Task("vgg16", 8, pixels=16), "pixels=16"),
         (Task("resnet50", 8, epochs=2), "workload='resnet50'"),
         (Task("digits", 0), "batch=0"),
-        (Task("digits", 8, shares=(8, 0)), r"shares=\(8, 0\)"),
     ],
 )
 def test_a_task_that_cannot_be_trained_is_named(task: Task, received: str) -> None:
@@ -227,8 +216,8 @@ def test_a_task_that_cannot_be_trained_is_named(task: Task, received: str) -> No
 
 
 def test_the_description_of_a_task_says_what_is_trained() -> None:
-    task = Task("digits", 8, threads=3, epochs=2, shares=(11, 5))
-    assert task.describe([1]) == "batch 11+5, 3 threads an operation, 1 round of 2 epochs, seed 20"
+    task = Task("digits", 8, threads=3, epochs=2)
+    assert task.describe([1]) == "batch 8 a rank, 3 threads an operation, 1 round of 2 epochs, seed 20"
 
 
 def test_step_times_that_are_not_finite_are_an_error_and_the_journal_stays_readable(
@@ -243,8 +232,8 @@ def test_step_times_that_are_not_finite_are_an_error_and_the_journal_stays_reada
     monkeypatch.setattr("bench.systems.System.missing", lambda self, python: "")
     round_ = run_round(Case("single", "c", 1, Task("digits", 8)), 0, ThisHost(), 10)
     assert "A rank's steps should be finite seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
-    journal = Journal(tmp_path, outcome().setting)
-    journal.add_round(round_)
+    with Journal(tmp_path, outcome().setting) as journal:
+        journal.add(round_)
     assert EvaluationOutcome.read(tmp_path) == journal.outcome
 
 

@@ -62,16 +62,18 @@ def _check(round_: Round, task: Task) -> None:
         assert min(rank.step_s) > 0
         assert sum(rank.step_s) <= rank.wall_s * steps * 1.001
         assert rank.first_step_s > max(rank.step_s)
+        if round_.case.system == "tf-ps":  # of which only times are known
+            continue
         # The clocks are not read at the same moment, so steps may differ by a millisecond.
         assert 0 < rank.cpu_share * rank.wall_s < (os.cpu_count() or 1) * (rank.wall_s + 0.002)
         assert rank.peak_bytes > 100e6
     assert "TensorFlow" in round_.versions
-    assert round_.ranks[0].utilization.get("host", 0.5) <= 1
+    assert (round_.ranks[0].host_share or 0.5) <= 1
     assert Round.from_dict(asdict(round_)) == round_
 
 
-def test_exact_systems_learn_digits_equally_with_unequal_shares() -> None:
-    task = Task("digits", batch=64, warm_up=1, steps=2, epochs=3, shares=(80, 48))
+def test_exact_systems_learn_digits_equally() -> None:
+    task = Task("digits", batch=64, warm_up=1, steps=2, epochs=3)
     alone, step, mirrored = (_run(name, task) for name in ("single", "hvpipe-step", "tf-mwms"))
     for round_ in (alone, step, mirrored):
         _check(round_, task)
@@ -81,7 +83,6 @@ def test_exact_systems_learn_digits_equally_with_unequal_shares() -> None:
     assert "all-reduces a step 1," in mirrored.versions + ","
     assert mirrored.ranks[0].loss[:2] == pytest.approx(step.ranks[0].loss[:2], rel=1e-4)
     # A single process trains on all images of each step. It adds in another order, and the difference grows.
-    assert [each.batch for each in (*alone.ranks, *step.ranks)] == [128, 128, 80, 48]
     assert alone.ranks[0].loss[0] == pytest.approx(step.ranks[0].loss[0], rel=0.02)
 
 

@@ -16,7 +16,6 @@ from bench.hosts.hosts import ThisHost
 from bench.hosts.process_placement import Placement
 from bench.rounds.job import RankJob
 from bench.rounds.record import Task
-from bench.rounds.watch import StepWatch
 from bench.systems import horovod_tape, loop, mirrored, parameter_server
 from bench.training.prepare import claim_gpu
 from hvpipe.errors import HvpipeError
@@ -87,19 +86,10 @@ def test_a_worker_gets_one_gpu_and_a_parameter_server_none(
 ) -> None:
     what = {"environment": {}, "task": {"threads": 1}, "size": 2, "local_ranks_and_sizes": [(0, 2), (1, 2)]}
     (tmp_path / "job.json").write_text(json.dumps(what))
-    for moment in ("begin", "end"):
-        parameter_server.ask_for_readings(tmp_path, moment)
     parameter_server.serve(tmp_path, job, 1)
-    for moment in ("begin", "end"):
-        assert parameter_server.wait_for_reading(tmp_path, job, 1, moment).cpu_s > 0
     options = vars(tensorflow.server_config.gpu_options)
     assert tensorflow.shown == shown
     assert options == ({"visible_device_list": gpu, "allow_growth": True} if gpu else {})
-
-
-def test_the_sampled_gpu_is_that_of_the_rank(tensorflow: FakeTensorFlow) -> None:
-    options = StepWatch(local_rank=1)._sampler._options
-    assert (options.local_rank, options.visible_gpus) == (1, "4,6")
 
 
 def test_mirrored_workers_use_nccl_on_gpus_and_a_ring_otherwise(tensorflow: FakeTensorFlow) -> None:
