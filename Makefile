@@ -1,7 +1,8 @@
 # hvpipe on a new machine needs Python 3.10+ and a C++17 compiler: `make train`, then `make test`.
 #
 #   make train            train examples/train.py on 2 ranks          (for example with RANKS=4 ARGS="--epochs 3")
-#   make test             run everything that CI runs
+#   make test             run everything that CI runs (12 minutes; 20 the first time)
+#   make test-all         the same anew, with the layouts of ranks that `test` leaves out
 #   make test TF=2.18.1   run all tests on that TensorFlow, in a separate venv
 #   make fast             run the planning half, and each way to train once on 2 ranks
 #   make matrix           set up each Python and TensorFlow at the ends of what is supported, test and train (an hour)
@@ -11,7 +12,7 @@
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
 #   make horovod-test     start examples/train.py with a real horovodrun
-#   make setup | lint | plan | races | rest | keras | oldest-keras | cuda | wheel | mpich | format | clean
+#   make setup | lint | plan | races | bench | rest | keras | oldest-keras | cuda | wheel | mpich | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
 
@@ -37,6 +38,8 @@ BIN := $(VENV)/bin
 SETUP := .ci/setup.sh
 PYTEST := $(BIN)/pytest
 TIMED := .ci/timed.sh
+# UNLESS_PASSED STEP COMMAND: not again with the same files, compiler and packages, also in another checkout.
+UNLESS_PASSED := $(BIN)/python .ci/unless_passed.py
 SIDE_BY_SIDE := -n $(WORKERS) --maxschedchunk 1
 CPP_FILES := find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu'
 
@@ -49,7 +52,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races sanitize reliability peers peers-test horovod-test \
+.PHONY: help setup train test test-all all-layouts lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races bench sanitize reliability peers peers-test horovod-test \
     format clean
 
 help:
@@ -68,11 +71,19 @@ train: setup
 # The first steps keep one core busy each, so they run two at a time and show failures early. The last steps keep
 # all cores busy. The first failure ends the run. Each step prints how long it took.
 FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint races cuda wheel mpich other-setup)
-LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),oldest-keras other $(if $(wildcard .venv-peers/.stamps/horovod-*),horovod-test))
+LAST_STEPS := bench rest $(if $(filter $(DEFAULT_TF),$(TF)),oldest-keras other $(if $(wildcard .venv-peers/.stamps/horovod-*),horovod-test))
 
 test: setup
 	@$(TIMED) "first steps" $(MAKE) -j2 --output-sync=target $(FIRST_STEPS) READY=1
 	@for step in $(LAST_STEPS); do $(MAKE) $$step READY=1; done
+
+# Run it where you touched what only it tests: see CONTRIBUTING.md.
+test-all: export AGAIN := 1
+test-all: test
+	@$(MAKE) all-layouts READY=1
+
+all-layouts: setup
+	@$(TIMED) "Keras cases on 1 and 3 ranks, devices on 1 rank and over a ring" $(PYTEST) -m all_layouts -n 2 tests/test_mpi.py
 
 lint: setup
 	@$(TIMED) "lint: ruff, mypy --strict, clang-format, vulture" $(MAKE) lint-steps
@@ -85,7 +96,8 @@ lint-steps:
 	@$(BIN)/vulture
 
 plan: setup
-	@$(TIMED) "tests of the planning half, which can import neither MPI nor TensorFlow" $(PYTEST) -q --planning -n 2
+	@$(TIMED) "tests of the planning half, which can import neither MPI nor TensorFlow" \
+	    $(PYTEST) -q --planning -n 2 --ignore=tests/bench
 
 quick: setup
 	@$(TIMED) "quick tests with MPI and TensorFlow $(TF), on 2 ranks" $(PYTEST) -q -n 2 -m quick tests/test_mpi.py tests/keras/test_supported.py
@@ -95,17 +107,21 @@ fast: setup
 
 rest: setup
 	@$(TIMED) "all other tests on TensorFlow $(TF), the distributed ones under mpirun with 1, 2, 3 and 4 ranks" \
-	    $(PYTEST) --rest --durations=20 --durations-min=10 $(SIDE_BY_SIDE)
+	    $(PYTEST) --rest --durations=20 --durations-min=10 $(SIDE_BY_SIDE) --ignore=tests/bench
+
+bench: setup
+	@$(TIMED) "tests of bench/, planning half" $(UNLESS_PASSED) bench $(PYTEST) -q --planning -n 2 tests/bench
+	@$(TIMED) "tests of bench/, the others" $(UNLESS_PASSED) bench $(PYTEST) -q --rest $(SIDE_BY_SIDE) tests/bench
 
 cuda:
 	@$(TIMED) "CUDA compile" .ci/cuda.sh
 
 wheel: setup
-	@$(TIMED) "wheel" .ci/wheel.sh $(VENV) $(CONSTRAINTS)
+	@$(TIMED) "wheel" $(UNLESS_PASSED) wheel env CI=$(CI) .ci/wheel.sh $(VENV) $(CONSTRAINTS)
 
 # Ranks on another MPI. The first time it builds hvpipe a second time.
 mpich: setup
-	@$(TIMED) "engine and a training on MPICH" .ci/mpich.sh $(VENV) $(CONSTRAINTS)
+	@$(TIMED) "engine and a training on MPICH" $(UNLESS_PASSED) mpich .ci/mpich.sh $(VENV) $(CONSTRAINTS)
 
 # The tests marked older_tensorflow.
 keras: setup
@@ -137,13 +153,15 @@ mutations: setup
 
 # The part of `sanitize` that CI runs. The first time it takes 5 minutes of one core, most of them to compile.
 races: setup
-	@$(TIMED) "engine from many threads under ThreadSanitizer, as two hosts and over TCP" .ci/sanitize.sh $(VENV) thread hosts tcp
-	@$(TIMED) "the same under AddressSanitizer and UBSan" .ci/sanitize.sh $(VENV) address driver
+	@$(TIMED) "engine from many threads under ThreadSanitizer, as two hosts and over TCP" \
+	    $(UNLESS_PASSED) races .ci/sanitize.sh $(VENV) thread hosts tcp
+	@$(TIMED) "the same under AddressSanitizer and UBSan" $(UNLESS_PASSED) races .ci/sanitize.sh $(VENV) address driver
 
 # Not part of `test`: it builds the engine twice more and takes some 8 minutes.
+sanitize: export AGAIN := 1
 sanitize: setup
-	@$(TIMED) "engine from many threads under ThreadSanitizer, 2 and 4 ranks" .ci/sanitize.sh $(VENV) thread
-	@$(TIMED) "tests/mpi/comm under AddressSanitizer and UBSan, 2 ranks" .ci/sanitize.sh $(VENV) address
+	@$(TIMED) "engine from many threads under ThreadSanitizer, 2 and 4 ranks" $(UNLESS_PASSED) races .ci/sanitize.sh $(VENV) thread
+	@$(TIMED) "tests/mpi/comm under AddressSanitizer and UBSan, 2 ranks" $(UNLESS_PASSED) races .ci/sanitize.sh $(VENV) address
 
 # Not part of `test`. Readers of files get some 10 minutes each.
 FUZZED := tests/test_file_readers.py tests/checkpoints/test_malformed.py tests/blackbox/test_blackbox.py \

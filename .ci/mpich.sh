@@ -19,6 +19,7 @@ packages "$venv" >"$(packages "$own")/others.pth" # the editable hvpipe in there
 "$own/bin/python" -m pip install --quiet --no-deps -c "$constraints" mpich
 export PATH=$own/bin:$venv/bin:$PATH SKBUILD_BUILD_DIR=build/venv-mpich
 unset PYTHONPATH
+. .ci/ccache.sh
 echo "==> building hvpipe against $("$own/bin/mpichversion" | head -n 1)"
 mkdir -p build
 "$own/bin/python" -m pip install --no-build-isolation --no-deps -e . >"$log" 2>&1 || { cat "$log" >&2; exit 1; }

