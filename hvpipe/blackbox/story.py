@@ -70,14 +70,14 @@ def read_records(folder: Path) -> Records:
         HvpipeError: There is none.
     """
     if not os.path.isdir(folder):
-        raise HvpipeError(f"DIR should be the folder of a flight recorder. Received: no folder {folder}")
+        raise HvpipeError(f"There is no folder {folder}. DIR should be that of a flight recorder")
     if any(folder.glob(f"*{SUFFIX}")):
         return _of_start(folder)
     starts = {path.parent for path in folder.glob(f"*/*{SUFFIX}")}
     if not starts:
         raise HvpipeError(
-            f"DIR should have files of flight recorders (*{SUFFIX}). They are left by ranks that do not "
-            f"end properly. Received: none in {folder}"
+            f"{folder} has no files of flight recorders (*{SUFFIX}). Ranks that do not end properly leave "
+            "them in the folder of --flight-recorder"
         )
     newest, *others = newest_first(starts)
     found = _of_start(newest)

@@ -65,7 +65,7 @@ class Schedule:
     def rank_of(self, action: Action) -> int:
         """Return the rank that runs the action; raise HvpipeError if no rank does."""
         if action not in self._home:
-            raise HvpipeError(f"A rank should run {action}. Received: no rank runs it")
+            raise HvpipeError(f"No rank runs {action}, which is not in this schedule.")
         return self._home[action]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class Schedule:
             where = f"{source}, line {number}"
             actions.append(tuple(Action.parse(word, len(actions), where) for word in words))
         if not actions:
-            raise HvpipeError(f"A schedule should have a line for each rank. Received: {source}: none")
+            raise HvpipeError(f"{source} is empty: a schedule should have a line for each rank.")
         # `verify` reports missing numbers.
         stages = 1 + max(action.stage for line in actions for action in line)
         microbatches = 1 + max(action.microbatch for line in actions for action in line)
