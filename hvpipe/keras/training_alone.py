@@ -189,7 +189,7 @@ def _unaveraged_in_loop(session: Session, variables: Sequence[Any]) -> list[Any]
 
 @contextlib.contextmanager
 def step_of(session: Session, model: Any) -> Iterator[Step]:
-    """Collect the updates of a model's step that nobody averages; the caller tells of them."""
+    """Collect the updates of a model's step that nobody averages; the caller reports them."""
     step = Step(session, model)
     token = _step.set(step)
     try:

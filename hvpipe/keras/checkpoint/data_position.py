@@ -64,7 +64,7 @@ class ResumedReading:
     read: int | None = None
 
     def notes(self, steps: int, ranks: int) -> dict[str, int]:
-        """Return what a checkpoint must note after `steps` steps more on so many ranks."""
+        """Return what a checkpoint must note after `steps` more steps on `ranks` ranks."""
         found = {} if self.source is None else {SOURCE: self.source + steps * ranks}
         return found if self.read is None else {**found, READ: self.read + steps}
 

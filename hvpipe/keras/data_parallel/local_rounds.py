@@ -33,7 +33,7 @@ class RoundOptions:
         every: Steps of a round.
         learning_rate: Of the outer step.
         momentum: Nesterov momentum of the outer step.
-        waiting_steps: Rounds that end within so many steps wait for their average.
+        waiting_steps: Rounds that end within these steps wait for their average.
     """
 
     every: int = 1

@@ -203,8 +203,7 @@ class OptimizerHook:
         if self._overlap.rounds is not None and self._overlap.rounds.open:
             raise HvpipeError(
                 'With overlap="local" each rank has weights of its own between steps: read and set them when '
-                "an epoch has ended, or call evaluate on all ranks first, which ends the round. "
-                "Received: a call in the middle of a round"
+                "an epoch has ended, or call evaluate on all ranks first, which ends the round."
             )
 
     def compression_state(self) -> dict[str, Any]:

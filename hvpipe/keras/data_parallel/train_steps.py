@@ -138,7 +138,7 @@ class TrainSteps:
         self._look_for_nonfinite()
 
     def _look_for_nonfinite(self) -> None:
-        """Between two steps, after a flush: tell of NaN and Inf; collective."""
+        """Between two steps, after a flush: report NaN and Inf; collective."""
         if self._hook is not None:
             self._hook.look_for_nonfinite(self._steps_run)
             self._hook.tell_of_nonfinite()
