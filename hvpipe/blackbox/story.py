@@ -114,7 +114,7 @@ def _of_start(folder: Path) -> Records:
 
 
 def _running(flights: Sequence[Flight]) -> frozenset[int]:
-    """Return the ranks that still run. If some of this host do, so do others that were heard of as lately."""
+    """Return the ranks that still run. If some of this host do, others heard as recently count, too."""
     here = [one for one in flights if runs(one)]
     if not here:
         return frozenset()

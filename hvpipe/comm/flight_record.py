@@ -44,7 +44,7 @@ def flight_path(settings: Settings, world: World) -> str:
 
 
 def _path_with_room(folder: Path, rank: int) -> str:
-    """Return the file of a recorder that nobody asked for, so a full disk must not end the job; else ""."""
+    """Return the file of an unrequested recorder; "" without room, since a full disk must not end the job."""
     path = folder / f"rank-{rank}.flight"
     try:
         make_own(folder)
