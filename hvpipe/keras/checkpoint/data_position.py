@@ -165,7 +165,7 @@ def _read_over(iterator: Any, batches: int) -> None:
             ) from None
 
 
-# --- On another number of ranks -----------------------------------------------------------------------------
+# --- On a different number of ranks -------------------------------------------------------------------------
 
 
 def _on_other_ranks(

@@ -127,7 +127,7 @@ class PipelineSaving:
     def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint; on all ranks together.
 
-        The checkpoint may come from another number of stages, another schedule or other replicas. Call
+        The checkpoint may come from a different number of stages, another schedule or other replicas. Call
         `compile` first, with an optimizer of the same class and settings.
 
         Args:
