@@ -260,9 +260,11 @@ def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
         read_records(tmp_path / ("x" * 300))
 
 
-@pytest.mark.parametrize("name", ["", "nothing"])
-def test_no_recorders(name: str, tmp_path: Path) -> None:
-    with pytest.raises(HvpipeError, match="has no files of flight recorders"):
+@pytest.mark.parametrize(
+    ("name", "says"), [("", "has no files of flight recorders"), ("nothing", "There is no folder")]
+)
+def test_no_recorders(name: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(HvpipeError, match=says):
         read_records(tmp_path / name)
 
 
