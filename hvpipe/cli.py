@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"hvpipe: {error.strerror}: {error.filename}", file=sys.stderr)
             return code or 2
         _discard_output()
-        print(f"hvpipe: The output should be writable. Received: {error.strerror}", file=sys.stderr)
+        print(f"hvpipe: Cannot write output: {error.strerror}", file=sys.stderr)
         return code or 1
 
 

@@ -208,7 +208,7 @@ class Table:
 
     def _get(self, field: str, want: str) -> Any:
         if field not in self._fields:
-            raise HvpipeError(f"{self._prefix()}{field} should be {want}. Received: no such field")
+            raise HvpipeError(f"{self._prefix()}{field} is missing, and should be {want}")
         return self._fields[field]
 
     def _refuse(self, field: str, want: str, value: object) -> Any:

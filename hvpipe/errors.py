@@ -1,4 +1,4 @@
-"""The errors that hvpipe raises. Every message says what is needed, then what was received."""
+"""The errors that hvpipe raises. Every message says what is needed, then what was received, if anything."""
 
 from __future__ import annotations
 

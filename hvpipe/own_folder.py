@@ -82,7 +82,7 @@ def user_name(user: int) -> str:
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a plain file for reading, at once: a pipe without a writer would wait for ever, a device not end.
+    """Open a plain file for reading, at once: a pipe without a writer would not open, a device would not end.
 
     Raises:
         OSError: It cannot be read, or is no plain file.

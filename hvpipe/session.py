@@ -61,10 +61,10 @@ __all__ = [
 ]
 
 _LEARNS_OF_LOSS_S = 2.0
-"""The error of a call may come so long before the watch tells of lost ranks."""
+"""How much earlier the error of a call may come than the watch's report of lost ranks."""
 
 _SHOWN_STEPS = 20
-"""`hvpipe top` shows the median time of this many steps."""
+"""The number of last steps whose median time `hvpipe top` shows."""
 
 # Settings that must be the same on all ranks: they decide about records, messages and collectives.
 _RANK_0_DECIDES = (
@@ -190,7 +190,7 @@ class Session:
         return self.lost is not None
 
     def go_on_without_lost(self) -> Resize:
-        """Replace the ranks by those that are left, and the engine by one between them; collective over them.
+        """Replace the ranks by the remaining ones, and the engine by one between them; collective over them.
 
         Returns:
             What changed.
@@ -514,7 +514,7 @@ def when_joined(prepare: Callable[[Session], None]) -> None:
 def current() -> Session:
     """Return the session; raise HvpipeError before `init`."""
     if _session is None:
-        raise HvpipeError("hvpipe.init() should be called first. Received: no session")
+        raise HvpipeError("Call hvpipe.init() first.")
     return _session
 
 

@@ -516,7 +516,7 @@ print("well")
 
 
 def test_an_engine_that_does_not_load(tmp_path: Path) -> None:
-    says = r"InitError: hvpipe's compiled engine should load.*rebuild in hvpipe's .* && pip install"
+    says = r"InitError: hvpipe's compiled engine does not load.*rebuild in hvpipe's .* && pip install"
     fails(tmp_path, "import sys; sys.modules['hvpipe._engine'] = None\n" + INIT, says)
 
 

@@ -244,7 +244,7 @@ def test_mpiruns_own_arguments(script: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["train.py"], "number of ranks is needed.*Received: no -np, no --hosts"),
+        (["train.py"], "Give the number of ranks, hvpipe run -np 2 .*, or --hosts"),
         (["-np", "0", "train.py"], "Received: ranks=0"),
         (["-np", "2", "absent.py"], "Received: script='absent.py'"),
         (["-np", "2", "python"], "The script should be a file. Received: script=''"),
@@ -252,7 +252,7 @@ def test_mpiruns_own_arguments(script: str, capsys: pytest.CaptureFixture[str]) 
         (["-np", "2", "python2", "train.py"], "omit the Python.*Received: python2, and hvpipe in"),
         (["-np", "2", "/other/bin/python", "train.py"], "Received: /other/bin/python, and hvpipe in"),
         (["--hostfile", "absent", "train.py"], "Received: --hostfile 'absent'"),
-        (["--hostfile", "train.py", "train.py"], "Received: none in train.py"),
+        (["--hostfile", "train.py", "train.py"], "--hostfile names no host: train.py should"),
         (["-np", "5", "--hosts", "a:2,b:2", "train.py"], "Received: -np 5 with 4 slots"),
         (["--hosts", "a:x", "train.py"], "Received: --hosts 'a:x'"),
         (["-np", "2", "--timeout", "0", "train.py"], "Received: 0"),
@@ -381,7 +381,7 @@ def test_output_that_cannot_be_written(arguments: str, unbuffered: str) -> None:
         ended = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environ
         )
-    message = "hvpipe: The output should be writable. Received: No space left on device\n"
+    message = "hvpipe: Cannot write output: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (1, message)
 
 

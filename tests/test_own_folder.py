@@ -318,7 +318,7 @@ def test_jobs_of_strangers_are_not_joined(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
     laid(shared / f"{job_folder.PREFIX}1", victim, "running.json", "listening-0")
-    with pytest.raises(HvpipeError, match=r"One `hvpipe run` should be running .* Received: none"):
+    with pytest.raises(HvpipeError, match=r"One `hvpipe run` should run .* Running: none"):
         join.run(argparse.Namespace(hosts="c:1", ranks=None, job=None), {})
 
 

@@ -76,8 +76,8 @@ FileHostMemory::FileHostMemory(const std::string& path, std::size_t offset, int 
   }
   if (file >= 0) close(file);
   if (mapped_ == MAP_FAILED) {
-    throw Error("The ranks of a host should be able to map " + path +
-                ". Set HVPIPE_SHARED_MEMORY=0 to do without. Received: " + std::strerror(why));
+    throw Error("This rank cannot map " + path + ", which the ranks of its host share: " +
+                std::strerror(why) + ". HVPIPE_SHARED_MEMORY=0 does without.");
   }
   for (int peer = 0; peer < size; ++peer)
     sections_.push_back(static_cast<char*>(mapped_) + offset + static_cast<std::size_t>(peer) * bytes);

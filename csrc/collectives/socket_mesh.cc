@@ -55,7 +55,7 @@ SocketMesh::SocketMesh(const Sockets& sockets)
     if (epoll_ctl(poller_, EPOLL_CTL_ADD, At(peer).socket, &event) == 0) continue;
     const std::string why = std::strerror(errno);
     CloseSockets();
-    throw Error("epoll should watch a connection. Received: " + why);
+    throw Error("epoll cannot watch a connection: " + why);
   }
 }
 
@@ -86,8 +86,8 @@ Ticket SocketMesh::NewTicket() {
 void SocketMesh::CheckConnected(int peer) {
   const Connection& connection = At(peer);
   if (connection.ended.empty()) return;
-  throw Error("The connection to rank " + std::to_string(peer) +
-                  " has ended: has that rank ended, or its network? Received: " + connection.ended,
+  throw Error("Lost connection to rank " + std::to_string(peer) +
+                  " (it ended, or the network is down): " + connection.ended,
               ErrorKind::kPeer);
 }
 

@@ -11,7 +11,7 @@ namespace hvpipe {
 AlignedBuffer::AlignedBuffer(std::size_t bytes) : bytes_(bytes) {
   void* pointer = std::aligned_alloc(kAlignment, (bytes + kAlignment) / kAlignment * kAlignment);
   if (pointer == nullptr)
-    throw Error("Out of memory. Received: a request for " + std::to_string(bytes) + " bytes");
+    throw Error("Out of host memory: " + std::to_string(bytes) + " bytes were requested.");
   data_.reset(pointer);
 }
 

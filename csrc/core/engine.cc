@@ -95,8 +95,7 @@ void Engine::Watch(bool on) {
 // In one turn, so that a second caller finds the device, and no other thread's call comes between.
 Engine::DeviceUse Engine::UseDevice(const DeviceOptions& options, const Interrupt& interrupt) {
   const Turns::Turn turn = calls_.TakeTurn(interrupt);
-  if (!device_.empty())
-    throw Error("use_device should be called once. Received: a second call", ErrorKind::kUsage);
+  if (!device_.empty()) throw Error("use_device was called before: call it once.", ErrorKind::kUsage);
   NcclSetup setup(options, network_, calls_, messenger_, progress_->limit_s() / 2, interrupt);
   if (const auto failure = setup.Open()) return {false, *failure};
   return {true, device_.Set(setup.Connect()).route};

@@ -25,7 +25,7 @@ class Error : public std::runtime_error {
 inline Error ErrorOf(const std::exception& failure) {
   if (const auto* const known = dynamic_cast<const Error*>(&failure)) return *known;
   if (dynamic_cast<const std::bad_alloc*>(&failure) != nullptr)
-    return Error("The host memory of this rank is used up (std::bad_alloc).");
+    return Error("Out of host memory on this rank (std::bad_alloc).");
   return Error(failure.what());
 }
 

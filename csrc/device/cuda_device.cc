@@ -120,7 +120,7 @@ class CudaDevice : public Device {
     void* memory = nullptr;
     const int code = driver_.MemHostAlloc(&memory, bytes, cuda::kPortableHostMemory);
     if (code == cuda::kSuccess) return memory;
-    throw Error("The host should have page-locked memory for data between the GPU and MPI: wanted " +
+    throw Error("Out of page-locked host memory for data between the GPU and MPI: wanted " +
                     std::to_string(bytes) +
                     " more bytes (raise the limit: ulimit -l, docker run --ulimit memlock=-1). Received: " +
                     driver_.TextOf(code),

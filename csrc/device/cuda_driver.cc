@@ -31,7 +31,7 @@ CudaDriver::CudaDriver() {
   void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (driver == nullptr) {
     const char* const why = dlerror();
-    throw Error("A CUDA device should be usable. Received: no driver: " + std::string(why ? why : ""),
+    throw Error("No CUDA device can be used: there is no driver: " + std::string(why ? why : ""),
                 ErrorKind::kUsage);
   }
 #define HVPIPE_CUDA_FIND(name, symbol, ...) Find(driver, #symbol, name);
@@ -45,9 +45,8 @@ CudaDriver::CudaDriver() {
                 ErrorKind::kUsage);
   }
   if (const int code = Init(0)) {
-    throw Error(
-        "A CUDA device should be usable: " + TextOf(code) + ". Received: a driver for CUDA " + Version(),
-        ErrorKind::kUsage);
+    throw Error("No CUDA device can be used: " + TextOf(code) + ". Received: a driver for CUDA " + Version(),
+                ErrorKind::kUsage);
   }
 }
 

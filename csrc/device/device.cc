@@ -13,7 +13,7 @@ void* Find(const std::string& library, const char* name) {
   const char* const why = handle == nullptr ? dlerror() : nullptr;
   void* const found = handle == nullptr ? nullptr : dlsym(handle, name);
   if (found != nullptr) return found;
-  throw Error("hvpipe's GPU library should load: install hvpipe again. Received: " +
+  throw Error("hvpipe's GPU library does not load: install hvpipe again. Received: " +
                   (why != nullptr ? std::string(why) : library + " without " + name),
               ErrorKind::kUsage);
 }

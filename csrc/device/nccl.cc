@@ -63,7 +63,7 @@ template <typename Function>
 void Find(void* library, const std::string& path, const char* name, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, name));
   if (function != nullptr) return;
-  throw Error("NCCL should have a function " + std::string(name) + ". " + kHow + ". Received: " + path,
+  throw Error("NCCL lacks the function " + std::string(name) + ". " + kHow + ". Received: " + path,
               ErrorKind::kUsage);
 }
 
@@ -82,7 +82,7 @@ NcclLibrary::NcclLibrary(const std::string& path) : path_(path) {
   void* const library = dlopen(path.c_str(), OpenFlags());
   if (library == nullptr) {
     const char* const why = dlerror();
-    throw Error(std::string("NCCL should load. ") + kHow + ". Received: " + (why != nullptr ? why : path),
+    throw Error(std::string("NCCL does not load. ") + kHow + ". Received: " + (why != nullptr ? why : path),
                 ErrorKind::kUsage);
   }
   // Check the version first, because an old library lacks functions.

@@ -1,4 +1,4 @@
-// NCCL, loaded at run time: the functions that hvpipe uses, and a communicator that never waits for ever.
+// NCCL, loaded at run time: the functions that hvpipe uses, and a communicator whose waits have limits.
 #pragma once
 
 #include <cstddef>

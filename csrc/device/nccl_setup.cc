@@ -30,7 +30,7 @@ constexpr double kDone = 0, kFailed = 1, kGaveUp = 2;  // gave up: because anoth
 
 class GaveUp : public Error {
  public:
-  GaveUp() : Error("Another rank could not do it.", ErrorKind::kPeer) {}
+  GaveUp() : Error("Another rank failed here.", ErrorKind::kPeer) {}
 };
 
 // What a rank tells the others about its device.

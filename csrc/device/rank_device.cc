@@ -94,7 +94,7 @@ bool RankDevice::Close(double patience_s) {
 RankDevice& DeviceSlot::get() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (device_) return *device_;
-  throw Error("Call use_device before using device arrays. Received: a device array", ErrorKind::kUsage);
+  throw Error("Call use_device before using device arrays.", ErrorKind::kUsage);
 }
 
 bool DeviceSlot::empty() const {

@@ -87,7 +87,7 @@ class RankDevice {
   bool Take() { return !std::exchange(taken_, true); }
   void Release() { taken_ = false; }
 
-  // Abort all communicators: after an error their kernels would occupy the device for ever.
+  // Abort all communicators: after an error their kernels would never leave the device.
   void Abort();
   // Whether NCCL has finished all aborts within `patience_s` seconds. Not while any thread drives.
   bool Aborted(double patience_s) const;

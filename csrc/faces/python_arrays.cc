@@ -56,7 +56,7 @@ void CastArray(const InArray& in, const std::string& from, const OutArray& out, 
 
 void SumArrays(const std::vector<InArray>& sources, const OutArray& out, const std::string& dtype_name) {
   const DType dtype = ParseDType(dtype_name);
-  if (sources.empty()) throw Error("Expected at least one array. Received: none", ErrorKind::kUsage);
+  if (sources.empty()) throw Error("Expected at least one array.", ErrorKind::kUsage);
   std::vector<const void*> pointers;
   for (const InArray& source : sources) {
     if (source.nbytes() != out.nbytes()) throw Error("All arrays should have one size", ErrorKind::kUsage);

@@ -70,14 +70,14 @@ def read_records(folder: Path) -> Records:
         HvpipeError: There is none.
     """
     if not os.path.isdir(folder):
-        raise HvpipeError(f"DIR should be the folder of a flight recorder. Received: no folder {folder}")
+        raise HvpipeError(f"There is no folder {folder}. DIR should be that of a flight recorder")
     if any(folder.glob(f"*{SUFFIX}")):
         return _of_start(folder)
     starts = {path.parent for path in folder.glob(f"*/*{SUFFIX}")}
     if not starts:
         raise HvpipeError(
-            f"DIR should have files of flight recorders (*{SUFFIX}). They are left by ranks that do not "
-            f"end properly. Received: none in {folder}"
+            f"{folder} has no files of flight recorders (*{SUFFIX}). Ranks that do not end properly leave "
+            "them in the folder of --flight-recorder"
         )
     newest, *others = newest_first(starts)
     found = _of_start(newest)
@@ -114,7 +114,7 @@ def _of_start(folder: Path) -> Records:
 
 
 def _running(flights: Sequence[Flight]) -> frozenset[int]:
-    """Return the ranks that still run. If some of this host do, so do others that were heard of as lately."""
+    """Return the ranks that still run. If some of this host do, others heard as recently count, too."""
     here = [one for one in flights if runs(one)]
     if not here:
         return frozenset()

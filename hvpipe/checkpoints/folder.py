@@ -134,7 +134,7 @@ def remove(place: Path) -> None:
 
 
 def set_aside(place: Path) -> None:
-    """Rename a damaged checkpoint, so that it counts no more but can be looked at."""
+    """Rename a damaged checkpoint, so that it no longer counts but can be examined."""
     with contextlib.suppress(OSError):
         os.replace(place, place.with_name(place.name + _DAMAGED))
 

@@ -186,7 +186,7 @@ def prepare_open_mpi() -> None:
     UCX is off for shared windows: the PyPI wheel has the component without the hardware, and prints an error
     at every start. Over TCP, messages of up to 256 KiB (default: 64 KiB) are sent at once, without a
     handshake. Fewer messages for the same bytes take less time from the cores that compute. If a rank may be
-    lost, MPI_Finalize has no barrier: now and then it would wait there for ever for a rank that was lost.
+    lost, MPI_Finalize has no barrier, in which it now and then would wait for a lost rank without end.
     """
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     if fault_tolerance_asked():

@@ -44,7 +44,7 @@ def flight_path(settings: Settings, world: World) -> str:
 
 
 def _path_with_room(folder: Path, rank: int) -> str:
-    """Return the file of a recorder that nobody asked for, so a full disk must not end the job; else ""."""
+    """Return the file of an unrequested recorder; "" without room, since a full disk must not end the job."""
     path = folder / f"rank-{rank}.flight"
     try:
         make_own(folder)
@@ -61,7 +61,7 @@ def _path_with_room(folder: Path, rank: int) -> str:
 def flight_path_without_lost(path: str, world: World) -> str:
     """Return the file of this rank's recorder in a job that goes on without lost ranks.
 
-    The files of before stay, because they tell of the loss.
+    The earlier files stay, because they show the loss.
     """
     if not path:
         return ""

@@ -207,7 +207,7 @@ def tell_end(job: str | None, checkpoints: Path | None) -> None:
 
 
 def read_end(job: Path) -> bool:
-    """Tell whether `tell_end` has told of an end of this job."""
+    """Tell whether `tell_end` has reported an end of this job."""
     return bool(_take(job, _end_file(str(job))))
 
 
@@ -235,7 +235,7 @@ def tell_loss(job: str, checkpoints: Path, ranks: Sequence[int], step: int) -> N
 
 
 def read_loss(job: Path) -> Loss | None:
-    """Return what `tell_loss` has told of this job; None if it has not."""
+    """Return the loss that `tell_loss` has reported of this job; None if it has not."""
     found = _take(job, _loss_file(str(job)))
     if not found:
         return None

@@ -72,7 +72,7 @@ def failed_ranks(comm: Any) -> list[int]:
 
 
 def shrunk(mpi: ModuleType, comm: Any) -> Any:
-    """Return a communicator of the ranks that are left. Collective over them; they keep their order."""
+    """Return a communicator of the remaining ranks. Collective over them; they keep their order."""
     comm.Revoke()
     begun_s = time.monotonic()
     while True:

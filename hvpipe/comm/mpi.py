@@ -110,7 +110,7 @@ class MpiWorld:
         self._watch = LossWatch(self._mpi, self._comm, lost, (self._engine_comm,))
 
     def survivors(self) -> MpiWorld:
-        """Return the world of the ranks that are left. Collective.
+        """Return the world of the remaining ranks. Collective.
 
         They agree that each of them has made it. What this world has under way ends with errors.
         """
@@ -137,7 +137,7 @@ class MpiWorld:
                 return world
 
     def missing_in(self, world: MpiWorld) -> list[int]:
-        """Return the ranks that are not in a world of those that are left. All of them return the same."""
+        """Return the ranks that are not in the world of the remaining ones. All of them return the same."""
         found = self._comm.Get_group().Translate_ranks(list(range(self.size)), world._comm.Get_group())
         return [rank for rank, there in enumerate(found) if there == self._mpi.UNDEFINED]
 
@@ -241,7 +241,7 @@ def open_world(launch: Launch, timeout_s: float = 300.0, shutdown_timeout_s: flo
     was_imported = "mpi4py.MPI" in sys.modules
     mpi = _import_mpi()
     if mpi.Is_finalized():
-        raise InitError("hvpipe.init() should be called before MPI is finalised. Received: a finalised MPI")
+        raise InitError("Call hvpipe.init() before MPI is finalised.")
     if not mpi.Is_initialized():
         prepare_open_mpi()
         number = "a rank" if launch.rank is None else f"rank {launch.rank}"
@@ -259,7 +259,7 @@ def open_world(launch: Launch, timeout_s: float = 300.0, shutdown_timeout_s: flo
 
 
 _ranks_left: MpiWorld | None = None
-"""The ranks that are left after a loss, which have numbers of their own."""
+"""The ranks that remain after a loss, which have numbers of their own."""
 
 
 def running_ranks() -> RunningRanks | None:

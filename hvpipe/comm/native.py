@@ -41,7 +41,7 @@ def built_for_mpi() -> str:
     """Return the MPI that the engine was built with, such as "Open MPI v5.0.11"."""
     info = read_build_info()
     if info is None or info.mpi is None:
-        raise InitError(f"hvpipe should be built with MPI. Received: no record of it. Rebuild it {REBUILD}")
+        raise InitError(f"hvpipe has no record of the MPI that it was built with. Rebuild it {REBUILD}")
     return info.mpi
 
 
@@ -55,7 +55,7 @@ def import_native() -> Any:
         from hvpipe import _engine
     except ImportError as error:
         raise InitError(
-            f"hvpipe's compiled engine should load. {_advice_on_import(error)} Received: {error}"
+            f"hvpipe's compiled engine does not load. {_advice_on_import(error)} Received: {error}"
         ) from error
     return _engine
 

@@ -136,15 +136,15 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_SEGMENT_BYTES | size of the largest ring message |
     | HVPIPE_SLOT_BYTES | size of a slot of the shared-memory transport |
     | HVPIPE_MESSAGES_IN_FLIGHT | how many ring messages may be under way |
-    | HVPIPE_RANKS_PER_HOST | for tests: pretend that this many ranks share a host |
+    | HVPIPE_RANKS_PER_HOST | for tests: pretend that N ranks share a host |
     | HVPIPE_SHARED_MEMORY | 0 or 1 |
     | HVPIPE_NCCL_LIBRARY | a path, or "none" to send data on GPUs through the host |
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_VERIFY | after how many steps data_parallel compares weights over ranks |
     | HVPIPE_NONFINITE | "raise", "skip" or "ignore" steps whose gradients are NaN or Inf |
     | HVPIPE_STRICT | 0 or 1: training that no rank averages is an error, not a warning |
-    | HVPIPE_STALL_WARN | report a collective that has waited for this many seconds; 0: none |
-    | HVPIPE_STALL_ABORT | end the job after such a wait, in seconds; the default is HVPIPE_TIMEOUT |
+    | HVPIPE_STALL_WARN | seconds after which a waiting collective is reported; 0: none |
+    | HVPIPE_STALL_ABORT | seconds after which it ends the job; the default is HVPIPE_TIMEOUT |
     | HVPIPE_FLIGHT_RECORDER | the folder for the recorders of ranks that end badly |
     | HVPIPE_JOB_FOLDER | set by `hvpipe run`: the folder that it shares with the ranks of its host |
     | HVPIPE_ELASTIC | 0 or 1: go on without ranks that are lost |

@@ -238,7 +238,7 @@ def connect_mesh(
 
 
 def _checked(everyone: Any) -> list[tuple[str, int, str, str]]:
-    """Return what ranks have told of themselves, if it is that: anybody may write into a store."""
+    """Return what ranks have said of themselves, if it has that form: anybody may write into a store."""
     kinds = [str, int, str, str]
     if isinstance(everyone, list) and all(
         isinstance(one, list) and [type(each) for each in one] == kinds for one in everyone

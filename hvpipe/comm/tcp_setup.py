@@ -33,9 +33,9 @@ _MAGIC = b"hvpipe2\0"
 _CALL = struct.Struct("<8sII32s")
 _NONCE_BYTES = _PROOF_BYTES = 32
 _PATIENCE_S = 5.0
-"""Whoever calls and says nothing for so long is no rank."""
+"""A caller that says nothing for longer is no rank."""
 _MOST_STRANGERS = 64
-"""So many more callers than ranks may be connected before they have proved anything."""
+"""The most callers beyond the number of ranks that may be connected before they have proved anything."""
 _AGAIN_S = 0.2
 _ADVICE = (
     "TCP must be open between all hosts of the job, at all ports or those of HVPIPE_PORTS; with several "

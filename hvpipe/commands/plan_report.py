@@ -18,7 +18,7 @@ from hvpipe.plan.table import bytes_text, layers_text, table
 FORMAT, VERSION = "hvpipe-plan-report", 1
 
 MOST_DRAWN, MOST_ACTIONS, MOST_PICTURED = 32, 50_000, 1000
-"""Timelines have at most so many devices and actions; tables of stages have at most so many rows."""
+"""The most devices (and rows of a table) and actions of a timeline, and the most actions of a picture."""
 
 
 def to_json(result: PlanResult, *, explained: bool = False) -> dict[str, Any]:

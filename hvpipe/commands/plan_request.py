@@ -38,13 +38,13 @@ MOST_MICROBATCHES, MOST_TRIED = 1 << 14, 1 << 10
 `--microbatches auto` tries."""
 
 _COMPARED, _QUICK_PART = 3, 4
-"""With many devices, `--microbatches auto` plans so many numbers with this part of the work."""
+"""With many devices: how many numbers `--microbatches auto` plans, and with which part of the work."""
 
 _WHOLE_SEARCHES = 3
-"""If no number of micro-batches has a plan, at most so many are searched again, with all the work."""
+"""If no number of micro-batches has a plan: how many are searched again, with all the work."""
 
 DRAWS = 100
-"""A random baseline is the median of this many random plans; of fewer if some do not fit."""
+"""The number of random plans whose median a random baseline is; fewer if some do not fit."""
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ def best_microbatches(
 def _promising(first: PlanRequest, counts: Sequence[int]) -> list[int]:
     """Return the numbers of micro-batches for many devices, those with the shortest estimated step first.
 
-    The estimate has equal stages and replicas, and no transfers. There are at least so many stages that the
-    weights fit.
+    The estimate has equal stages and replicas, no transfers, and at least the stages that the weights need to
+    fit.
     """
     devices, layers = first.cluster.devices, len(first.profile.layers)
     samples = first.profile.batch_size  # of one micro-batch, which is the batch

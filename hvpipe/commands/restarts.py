@@ -144,7 +144,7 @@ class Restarting:
         raise AssertionError
 
     def _lacks_an_end(self, folder: Path) -> bool:
-        """Tell whether a job has failed whose launcher ended with 0, and none of whose ranks told of an end.
+        """Tell whether a job has failed whose launcher ended with 0, and whose ranks reported no end.
 
         Open MPI ends with 0 if it loses a host.
         """

@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         try:
             spec = supervised.places.of(spec)
         except LaunchError as error:  # --bind core with more ranks than cores
-            print(f"hvpipe run: the job goes back to what it had. {error}", file=sys.stderr, flush=True)
+            print(f"hvpipe run: the job goes back to its old ranks. {error}", file=sys.stderr, flush=True)
             supervised.places = join.Places(spec.ranks, spec.hosts)
         spec = replace(spec, command=rank_output.appending(spec.command))
         print(f"hvpipe run: the job goes on with {supervised.places}.", file=sys.stderr, flush=True)

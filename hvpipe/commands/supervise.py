@@ -165,7 +165,7 @@ class _Supervisor:
                 stderr=subprocess.PIPE if self._quiet else None,
             )
         except OSError as error:
-            raise LaunchError(f"The launcher should start. Received: {error}") from error
+            raise LaunchError(f"The launcher does not start: {error}") from error
         if self._received is not None:  # the signal came while the process started
             self._end(self._received)
         errors = FilteredErrors(self._process) if self._quiet else None
@@ -186,7 +186,7 @@ class _Supervisor:
     def _end_stuck_launcher(self, process: subprocess.Popen[bytes], done: threading.Event) -> None:
         """Kill a launcher that a rank has asked to end the job, and that does not.
 
-        Open MPI waits for the daemons of all hosts. If the link to one of them is down, it waits for ever.
+        Open MPI waits for the daemons of all hosts. If the link to one of them is down, it waits without end.
         """
         while not done.wait(1.0):
             if any_aborts(self._folder):

@@ -1,4 +1,4 @@
-"""Prints what the ranks of a failed job have told of their ends: each traceback once, the cause last."""
+"""Prints what the ranks of a failed job said of their ends: each traceback once, the cause last."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def choose(jobs: Sequence[RunningJob], name: str | None, root: Path) -> RunningJ
     if not matching:
         wanted = "a job (of `hvpipe run`, or with HVPIPE_LIVE=1)" if name is None else f"job {name}"
         seen = ", ".join(job.name for job in jobs) or "none"
-        raise HvpipeError(f"{wanted} should be running on this host. Received: {seen} in {root}")
+        raise HvpipeError(f"{wanted} should be running on this host. Jobs in {root}: {seen}")
     return matching[0]
 
 

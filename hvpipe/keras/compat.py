@@ -303,7 +303,7 @@ def length_of_epoch(epochs: Any) -> int | None:
 
 
 def cut_epochs(epochs: Any, batches: int) -> None:
-    """Let epochs end after so many batches (`TFEpochIterator._distributed_dataset`). Shorter ranks."""
+    """Let epochs end after `batches` batches (`TFEpochIterator._distributed_dataset`). Shorter ranks."""
     epochs.data_adapter = _Shorter(epochs.data_adapter, batches)
     epochs._distributed_dataset = epochs._distributed_dataset.take(batches)
 

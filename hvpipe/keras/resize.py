@@ -20,7 +20,7 @@ def on_resize(call: Callable[[Resize], None]) -> Callable[[Resize], None]:
     """Call a function on every rank after the number of ranks has changed, before training continues.
 
     For what your code derives from `hvpipe.size()` and `hvpipe.rank()`. All ranks have the same state then.
-    The number changes when ranks are lost, and when `hk.Checkpoint` resumes a training of another number.
+    The number changes when ranks are lost, and when `hk.Checkpoint` resumes a training of more or fewer.
 
     Args:
         call: Takes a `Resize` with `old_size`, `size`, `old_rank`, `rank` and `lost`.

@@ -189,7 +189,7 @@ def _unaveraged_in_loop(session: Session, variables: Sequence[Any]) -> list[Any]
 
 @contextlib.contextmanager
 def step_of(session: Session, model: Any) -> Iterator[Step]:
-    """Collect the updates of a model's step that nobody averages; the caller tells of them."""
+    """Collect the updates of a model's step that nobody averages; the caller reports them."""
     step = Step(session, model)
     token = _step.set(step)
     try:
@@ -247,7 +247,7 @@ class _Watched:
 
 
 def tell_of_optimizers(session: Session, model: Any, found: Sequence[str]) -> None:
-    """Tell of updates in a model's step that nobody averages, while other updates are averaged."""
+    """Report updates in a model's step that nobody averages, while other updates are averaged."""
     tell(
         session,
         f"step of model {_without_number(model.name)}",
@@ -260,7 +260,7 @@ def tell_of_optimizers(session: Session, model: Any, found: Sequence[str]) -> No
 
 
 def tell_of_difference(session: Session, model: Any, received: str) -> None:
-    """Tell of weights that differ between ranks after a step, although all ranks began alike."""
+    """Report weights that differ between ranks after a step, although all ranks began alike."""
     tell(
         session,
         f"step of model {_without_number(model.name)}",
@@ -274,7 +274,7 @@ def tell_of_difference(session: Session, model: Any, received: str) -> None:
 
 
 def tell(session: Session, what: str, text: str) -> None:
-    """Tell once of training that no rank averages: raise HvpipeError if the session is strict, else warn.
+    """Report training that no rank averages, once: raise HvpipeError if the session is strict, else warn.
 
     Rank 0 warns at once. What rank 0 does not do, another rank tells when the session ends, so that one rank
     tells what many do.

@@ -214,7 +214,7 @@ class ChainCutter:
         return bisect_right(kept_bytes, most_bytes, start + 1, end) - 1
 
     def _kept_bytes(self, in_flight: int) -> array[float]:
-        """Return the sums of weights and of so many micro-batches' activations up to each end."""
+        """Return the sums of weights and of `in_flight` micro-batches' activations up to each end."""
         found = self._kept.get(in_flight)
         if found is None:
             sums_bytes = self._spans.state_bytes + in_flight * self._spans.saved_bytes

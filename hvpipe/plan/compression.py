@@ -17,7 +17,7 @@ from hvpipe.plan.buckets import FIRST_PRIORITY, WIRE_DTYPE, Bucket, BucketPlan, 
 BLOCK = 256
 """Numbers that share a scale under "int8"."""
 MOST_WHOLE = 4096
-"""Gradients of so many numbers travel whole under "int8": compressing them takes longer than sending them."""
+"""The most numbers of a gradient that travels whole under "int8": compressing takes longer than sending."""
 MOST_RANKS = 63
 """Ranks that "int8" can serve: then a rank has 1.5 steps to each side of zero."""
 

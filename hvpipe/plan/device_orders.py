@@ -14,9 +14,9 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.span_costs import StageDevice
 from hvpipe.specs.cluster import Cluster, Device, Link
 
-# With at most this many hosts, all their orders are tried.
+# The most hosts whose orders are all tried.
 _FEW_HOSTS = 4
-# A stage of several on a device may take an even part of the memory, or more in this many steps, up to all.
+# A stage of several on a device may take an even part of the memory, or more, up to all, in steps: how many.
 _SHARES = 4
 
 Order = tuple[int, ...]

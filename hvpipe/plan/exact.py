@@ -25,7 +25,7 @@ from hvpipe.specs.profile import Profile
 _MOST_STATES, _MOST_ORDERS = 5_000_000, 2000
 # Layers that branch and bound visits at most: some seconds.
 _EFFORT = 5_000_000
-# The optimum is first sought below the bottleneck of the greedy plan, then below so many times as much.
+# The optimum is first sought below the bottleneck of the greedy plan, then below these multiples of it.
 _LIMITS = (1.0, 2.0, 8.0, math.inf)
 
 

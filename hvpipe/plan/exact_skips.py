@@ -16,7 +16,7 @@ from hvpipe.plan.span_costs import ABOVE, Spans, StageDevice, Vector
 from hvpipe.specs.cluster import Link
 from hvpipe.specs.profile import Profile
 
-# The bounds of the runs from one layer take as long as visiting so many layers.
+# How many visited layers take as long as the bounds of the runs from one layer.
 _LAYERS_PER_START = 20
 
 

@@ -19,20 +19,19 @@ from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
-# The bottleneck is found to this relative precision, in at most this many halvings.
+# The relative precision of the bottleneck, and the most halvings to find it.
 _TOLERANCE, _HALVINGS = 5e-4, 64
 # Beam widths: narrow ones get near the best T fast, broader ones improve it. The last is for a fixed order.
 _BROADER = (BeamWidth(sets=4, ends=2), BeamWidth(sets=8, ends=4), BeamWidth(sets=48, ends=3))
 _IN_ORDER = BeamWidth(sets=1, ends=8)
-# Repairing moves a boundary by up to this many layers.
+# The most layers by which repairing moves a boundary.
 _MOST_SHIFT = 48
-# With mixed links, up to this many orders are all tried.
+# With mixed links, all orders are tried if there are no more.
 _FEW_ORDERS = 720
-# With more orders, some are tried by exchanging devices. The search ends when this many stages were filled,
-# as a filling takes time in proportion to its stages. Refining a better order costs as much as this many
-# fillings.
+# With more orders, some are tried by exchanging devices: how many stages are filled before the search ends (a
+# filling takes time in proportion to its stages), and how many fillings refining a better order costs.
 _STAGES_FILLED, _REFINING = 4000, 24
-# A plan that lacks memory for what spans leave out is made anew with less memory, up to so many times.
+# How often a plan that lacks memory for what spans leave out is made anew with less memory.
 _TRIES = 6
 # Links that differ by less than this share count as equal: measured links vary as much.
 _ALIKE = 0.05
@@ -94,7 +93,7 @@ def partition(
 
 
 def _least_step_s(spans: Spans, cluster: Cluster, devices: int, pipelining: Pipelining) -> float:
-    """Return a bound on `Plan.step_s` on so many devices: if they compute alike, without transfers."""
+    """Return a bound on `Plan.step_s` on `devices` devices: if they compute alike, without transfers."""
     if any(device.type for device in cluster.devices):
         return 0.0
     speeds = sorted((device.speed for device in cluster.devices), reverse=True)[:devices]

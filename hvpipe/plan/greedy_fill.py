@@ -25,8 +25,8 @@ Cut = tuple[StageDevice, int]
 
 # The number of a stage's ends to keep on each of the two fronts of `_worth_keeping`.
 _FRONT = 3
-# Each kept set of used devices is extended by every kind of device. At most this many extensions are tried
-# per stage, but at least for this many sets.
+# Each kept set of used devices is extended by every kind of device. The most extensions to try per stage, and
+# the fewest sets to try them for.
 _MOST_EXTENSIONS, _FEWEST_SETS = 192, 4
 
 
@@ -57,7 +57,7 @@ class DeviceChoices:
         return dict(sorted(speeds.items(), key=lambda pair: -pair[1]))
 
     def fastest(self, used: UsedDevices, stages: int) -> float:
-        """Return the total speed of the `stages` fastest devices that are left."""
+        """Return the total speed of the `stages` fastest remaining devices."""
         return sum(self._left(used, stages))
 
     def fastest_behind(self, used: UsedDevices, stages: int) -> dict[int, float]:
@@ -67,7 +67,7 @@ class DeviceChoices:
         return {kind: together - max(0.0, speed - spare) for kind, speed in self.speeds.items()}
 
     def _left(self, used: UsedDevices, at_most: int) -> list[float]:
-        """Return the speeds of up to `at_most` devices that are left, the fastest first."""
+        """Return the speeds of up to `at_most` remaining devices, the fastest first."""
         speeds: list[float] = []
         for kind, speed in self.speeds.items():
             speeds += [speed] * min(at_most - len(speeds), self.counts[kind] - used[kind])
@@ -87,7 +87,7 @@ class BeamWidth:
     ends: int
 
     def among(self, kinds: int) -> BeamWidth:
-        """Return the width for this many kinds: with many, fewer sets, as every kind extends each set."""
+        """Return the width for a number of kinds: with many, fewer sets, as every kind extends each set."""
         return BeamWidth(min(self.sets, max(_FEWEST_SETS, _MOST_EXTENSIONS // kinds)), self.ends)
 
 

@@ -64,7 +64,7 @@ class Schedule(Document):
     def rank_of(self, action: Action) -> int:
         """Return the rank that runs the action; raise HvpipeError if no rank does."""
         if action not in self._home:
-            raise HvpipeError(f"A rank should run {action}. Received: no rank runs it")
+            raise HvpipeError(f"No rank runs {action}, which is not in this schedule.")
         return self._home[action]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class Schedule(Document):
             where = f"{source}, line {number}"
             actions.append(tuple(Action.parse(word, len(actions), where) for word in words))
         if not actions:
-            raise HvpipeError(f"A schedule should have a line for each rank. Received: {source}: none")
+            raise HvpipeError(f"{source} is empty: a schedule should have a line for each rank.")
         # `verify` reports missing numbers.
         stages = 1 + max(action.stage for line in actions for action in line)
         microbatches = 1 + max(action.microbatch for line in actions for action in line)

@@ -116,7 +116,7 @@ def find(
 
 
 def _first_with(stages: int, profile: Profile, cluster: Cluster, choice: PipeliningChoice) -> Pipelining:
-    """Return the first schedule that may have so many stages; raise the HvpipeError of the usual one."""
+    """Return the first schedule that may have these stages; raise the HvpipeError of the usual one."""
     refused: HvpipeError | None = None
     for schedule, chunks in choice.schedules:
         how = Pipelining(schedule, choice.microbatches, choice.fixed_recompute, chunks)

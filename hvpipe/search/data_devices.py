@@ -14,9 +14,9 @@ from hvpipe.search.judge import MANY_DEVICES
 from hvpipe.specs.cluster import Cluster, Device
 from hvpipe.specs.profile import Profile
 
-# Sets of devices are tried until they have so many devices together.
+# Sets of devices are tried until they have this number of devices together.
 _WORK = 40_000
-# So many of the best sets are changed.
+# How many of the best sets are changed.
 _CHANGED = 30
 # Of a ranking of many devices, prefixes grow by about this share.
 _GROWTH = 1.15

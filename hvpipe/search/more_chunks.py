@@ -12,10 +12,10 @@ from hvpipe.search.starts import Starts
 
 # Other numbers of chunks than the usual 2.
 _CHUNKS = (3, 4, 6, 8)
-# So many of the best pipelines are cut again, each with another number of stages.
+# How many top pipelines to cut again, each with a different number of stages.
 _PIPELINES = 4
-# Of the cuts for a number of chunks, so many are simulated. Those settle whose step is at most this much
-# longer than the best.
+# How many of the cuts for a number of chunks are simulated. Those settle whose step is below this multiple of
+# the best.
 _SIMULATED, _NEAR = 2, 1.03
 # The work for this, as a part of that of the search; with many devices, less.
 _PART, _PART_OF_MANY = 5, 20
@@ -64,7 +64,7 @@ def _best_groups(judge: Judge) -> list[tuple[Group, ...]]:
 
 
 def _cut(judge: Judge, starts: Starts, groups: tuple[Group, ...], chunks: int) -> list[Judged]:
-    """Judge the most promising cuts with so many chunks."""
+    """Judge the most promising cuts with this number of chunks."""
     choice = judge.choice
     how = Pipelining("interleaved", choice.microbatches, choice.fixed_recompute, chunks)
     if len(groups) * chunks > len(judge.profile.layers) or len(groups) > how.microbatches:

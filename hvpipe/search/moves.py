@@ -15,7 +15,7 @@ from hvpipe.search.starts import Starts
 
 # More devices than this are not moved one by one: there would be too many ways.
 _FEW_DEVICES = 64
-# With so many stages, only the nearest cuts are tried.
+# With more stages than this, only the nearest cuts are tried.
 _FEW_STAGES = 16
 # The work of a cut by a rule, for each stage, as `Judge` counts it.
 _CUT = 20

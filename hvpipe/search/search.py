@@ -25,18 +25,18 @@ BUDGET = 5_000_000
 _SIMULATED, _IMPROVED = 60, 6
 # With many devices, fewer are simulated.
 _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 32, 8
-# Of those improved, so many may differ by their cuts alone.
+# How many of those improved may differ by their cuts alone.
 _CUTS_OF_MANY = 3
-# So many of the best are simulated under other schedules at once, in each of two rounds.
+# How many top layouts to simulate again under other schedules, in each of two rounds.
 _RESCHEDULED = 4
-# None of these may cost more than 4 times the budget that is left. Those below a sixth come first.
+# None of these may cost more than 4 times the remaining budget. Those below a sixth come first.
 _OVERDRAFT, _CHEAP = 4, 6
 
-# So many stages are tried however few the micro-batches are: devices of different types may each be fast on
+# How many stages are tried however few the micro-batches are: devices of different types may each be fast on
 # some layers.
 _ANY_STAGES = 8
 
-# The best layouts are changed at random so many times, with at most so many devices.
+# How often the best layouts are changed at random, and the most devices with which they are.
 _KICKS, _KICKED_DEVICES = 200, 16
 # What comes out is improved if its step is at most this much longer.
 _PROMISING = 1.02
@@ -180,7 +180,7 @@ def _kick(judge: Judge, moves: Moves) -> None:
 
 
 def _settle_rest(judge: Judge, moves: Moves, starts: Iterable[Judged]) -> None:
-    """Move the boundaries of the starts that are left, and improve what becomes the best of its mode."""
+    """Move the boundaries of the remaining starts, and improve what becomes the best of its mode."""
     for start in starts:
         settled = settle(judge, moves, start)
         if settled.fits and settled is judge.best.get(settled.layout.mode):

@@ -192,7 +192,7 @@ class Cluster(Document):
             )
         names = [device.name for device in self.devices]
         if not names:
-            raise HvpipeError("A cluster should have at least one device. Received: none")
+            raise HvpipeError("A cluster should have at least one device.")
         hosts = [host.name for host in self.hosts]
         racks = [rack.name for rack in self.racks]
         for what, given in (("devices", names), ("hosts", hosts), ("racks", racks)):

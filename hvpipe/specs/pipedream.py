@@ -31,7 +31,7 @@ def read_graph(source: Path, slots_per_weight: float) -> tuple[list[LayerCost], 
                 f"Received: {line[:60]!r}"
             )
     if not layers and not edges:
-        raise HvpipeError(f"{source} should have at least one layer. Received: a file without lines")
+        raise HvpipeError(f"{source} is empty: it should have at least one layer")
     # Nodes are numbered in the order in which the model ran; the file lists them in no order.
     layers.sort(key=lambda layer: [int(t) if t.isdecimal() else t for t in re.split(r"(\d+)", layer.name)])
     return layers, edges

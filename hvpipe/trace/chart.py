@@ -49,7 +49,7 @@ def draw_timelines(traces: Mapping[str, Trace], path: str | os.PathLike[str]) ->
         for title, trace in traces.items()
     }
     if not events or not all(events.values()):
-        raise HvpipeError("A picture needs a trace with events. Received: none")
+        raise HvpipeError("The trace is empty: there is nothing to draw.")
     rows = [len({event.rank for event in one}) for one in events.values()]
     heights = [0.9 + 0.62 * count for count in rows]
     figure = _figure((12, 0.5 + sum(heights)))
@@ -86,7 +86,7 @@ def figure_class() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise HvpipeError(
-            "A PNG needs matplotlib: pip install 'hvpipe[plot]'. Received: it is not installed"
+            "A PNG needs matplotlib, which is not installed: pip install 'hvpipe[plot]'"
         ) from error
     return Figure
 

@@ -387,7 +387,7 @@ def test_a_second_signal_waits_for_the_benchmark_to_clean_up(tmp_path: Path) -> 
 
 
 def test_without_a_checkout_the_error_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"clone the repository.*Received: no bench/ in "):
+    with pytest.raises(LaunchError, match=r"clone the repository.*There is no bench/ in "):
         bench_command.find_checkout(tmp_path, tmp_path)
     for part in ("bench/__main__.py", "hvpipe/__init__.py"):
         (tmp_path / "clone" / part).parent.mkdir(parents=True)

@@ -256,13 +256,15 @@ def test_the_process_of_a_rank_is_gone(tmp_path: Path) -> None:
 
 def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
     """Regression: OSError."""
-    with pytest.raises(HvpipeError, match="Received: no folder"):
+    with pytest.raises(HvpipeError, match="There is no folder"):
         read_records(tmp_path / ("x" * 300))
 
 
-@pytest.mark.parametrize("name", ["", "nothing"])
-def test_no_recorders(name: str, tmp_path: Path) -> None:
-    with pytest.raises(HvpipeError, match="Received: no"):
+@pytest.mark.parametrize(
+    ("name", "says"), [("", "has no files of flight recorders"), ("nothing", "There is no folder")]
+)
+def test_no_recorders(name: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(HvpipeError, match=says):
         read_records(tmp_path / name)
 
 

@@ -37,7 +37,7 @@ def test_a_bad_line_of_a_hostfile(line: str) -> None:
 
 
 def test_a_hostfile_without_hosts() -> None:
-    with pytest.raises(LaunchError, match="Received: none in hosts"):
+    with pytest.raises(LaunchError, match="--hostfile names no host: hosts should"):
         parse_hostfile("# nothing yet\n", "hosts")
 
 

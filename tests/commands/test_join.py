@@ -99,12 +99,12 @@ def test_a_host_that_cannot_be_reached_does_not_end_the_job(job: Path) -> None:
 
 def test_jobs_that_cannot_go_on(job: Path) -> None:
     (job / "listening-0").write_text(str(2**22 + 1))  # more than any PID: the rank was killed
-    with pytest.raises(HvpipeError, match=r"should be in `fit` with hk.Checkpoint"):
+    with pytest.raises(HvpipeError, match=r"No rank of the job on this host is in `fit` with hk.Checkpoint"):
         ask("c:1")
     copied = job.with_name(f"{PREFIX}killed")  # nobody holds its lock
     shutil.copytree(job, copied)
     (job / "running.json").unlink()
-    with pytest.raises(HvpipeError, match=r"One `hvpipe run` should be running .* Received: none"):
+    with pytest.raises(HvpipeError, match=r"One `hvpipe run` should run .* Running: none"):
         ask("c:1")
     with pytest.raises(HvpipeError, match="The job runs on one host"):
         Places(2).with_more(parse_hosts("c:1"), None)
@@ -114,7 +114,7 @@ def test_folders_of_other_users_are_not_trusted(job: Path, monkeypatch: pytest.M
     """Regression: anybody could name the command that asks a host, or keep every job from starting."""
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(HvpipeError, match=r"One `hvpipe run` should be running .* Received: none"):
+    with pytest.raises(HvpipeError, match=r"One `hvpipe run` should run .* Running: none"):
         ask("c:1")
     pipe = job.with_name(f"{PREFIX}pipe")
     os.mkfifo(pipe)

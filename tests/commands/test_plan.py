@@ -472,7 +472,7 @@ def test_the_fixed_cost_of_a_micro_batch_decides_their_number(
         (["--mode", "hybrid", "--stages", "1"], "has two stages or more.* mode='hybrid', stages=1"),
         (["--method", "best"], "method='best'"),
         (["--method", "exact", "--mode", "hybrid"], "mode='hybrid', method='exact'"),
-        (["--method", "random", "--png", "x.png", "--no-baselines"], "trace with events. Received: none"),
+        (["--method", "random", "--png", "x.png", "--no-baselines"], "trace is empty"),
         (["--batch-size", "7", "--microbatches", "8"], "batch_size=7, microbatches=8"),
         (
             ["-o", "/absent/plan.json", "--no-baselines"],

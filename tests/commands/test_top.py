@@ -100,14 +100,14 @@ def test_a_job_selected_by_name(root: Path, capsys: pytest.CaptureFixture[str]) 
         names.append(json.loads(capsys.readouterr().out)["job"])
     assert names == ["b-2", "a-1", "b-2"]
     assert cli.main(["top", "c"]) == 1
-    assert "job c should be running on this host. Received: b-2, a-1" in capsys.readouterr().err
+    assert f"job c should be running on this host. Jobs in {root}: b-2, a-1" in capsys.readouterr().err
 
 
 def test_no_job_is_exit_code_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top"]) == 1
     message = capsys.readouterr().err
     assert message.startswith("hvpipe top: a job (of `hvpipe run`, or with HVPIPE_LIVE=1) should be running")
-    assert f"Received: none in {root}" in message
+    assert f"Jobs in {root}: none" in message
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "1e+10"])

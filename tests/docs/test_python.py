@@ -61,7 +61,7 @@ def script(path: Path, page: str, begins: str, before: str = "", after: str = ""
 def test_examples_train(tmp_path: Path) -> None:
     """Run all in one job, because TensorFlow starts slowly."""
     pipe, loop = "pipe = hk.pipeline_parallel(", "tape = hk.DistributedGradientTape("
-    moved = "model = hk.data_parallel(model)  # av"
+    moved = "model = hk.data_parallel(model)\n# data of"
     data = "data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)\n"
     saved = "    import os\n    os.rename('model.keras', 'first.keras')\n    print('first is done')\n"
     parts = [

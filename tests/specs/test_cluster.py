@@ -99,7 +99,7 @@ def test_toml(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[[host]\n", r"c\.toml should be TOML\. .*line 1"),
-        ("", r"c\.toml: host should be a list of objects\. Received: no such field"),
+        ("", r"c\.toml: host is missing, and should be a list of objects"),
         ("host = []", "at least one device"),
         (f'[[host]]\nname = "h"\ncount = 0x{"f" * 4000}', "Received: count=a number of too many digits"),
         ('[[host]]\nname = "h"\nsped = 2', r"host\[0\] should have only .*'sped'"),

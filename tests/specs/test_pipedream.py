@@ -62,7 +62,7 @@ TIMES = "forward_compute_time=1, backward_compute_time=2"
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", r"g\.txt should have at least one layer\. Received: a file without lines$"),
+        ("", r"g\.txt is empty: it should have at least one layer$"),
         ("node1 -- Conv2d", r"g\.txt, line 1: should be 'NAME -- LAYER"),
         (
             "n -- C -- forward_compute_time=x, backward_compute_time=2, activation_size=1, parameter_size=1",

@@ -367,7 +367,7 @@ def DistributedOptimizer(
         device_sparse: Changes nothing.
         compression: Compression.none, fp16 or bf16.
         sparse_as_dense: Whether sparse gradients are made dense first.
-        backward_passes_per_step: Updates on every so many calls; the gradients between are added up.
+        backward_passes_per_step: How many calls make one update; their gradients are added up.
         op: Average, Sum, Min, Max or Product.
         gradient_predivide_factor: Divides before the sum of an average, and multiplies after it.
         average_aggregated_gradients: Whether the added-up gradients are divided by their number.

@@ -151,7 +151,7 @@ class _AtEpochEnds(keras.callbacks.Callback):
         return self._running.fit is not None
 
     def save_replicas(self) -> int | None:
-        """Write a checkpoint of a pipeline on the ranks that are left, if they have all stages; collective.
+        """Write a checkpoint of a pipeline on the remaining ranks, if they have all stages; collective.
 
         Returns:
             The step of the checkpoint; None if a part of the state is lost.

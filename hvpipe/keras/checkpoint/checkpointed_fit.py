@@ -154,7 +154,7 @@ class CheckpointedFit:
         return self._session.lost is not None or self._world is not self._session.world
 
     def _follow_ranks(self) -> None:
-        """Go on as one of the ranks that are left, if some were lost.
+        """Go on as one of the remaining ranks, if some were lost.
 
         Not collective: ranks may come here at different boundaries. A checkpoint under way may never be
         complete. So nothing counts as saved, and the next one is another run's, without parts of this one.
@@ -214,7 +214,7 @@ class CheckpointedFit:
         return self._step
 
     def save_replicas(self) -> int | None:
-        """Write a checkpoint of a pipeline on the ranks that are left, if they have all stages; collective.
+        """Write a checkpoint of a pipeline on the remaining ranks, if they have all stages; collective.
 
         Only between two batches of an epoch: its end and validation have no position of their own.
 
@@ -243,7 +243,7 @@ class CheckpointedFit:
         except HvpipeError as error:
             if session.has_lost_ranks():
                 raise
-            logger.warning("hvpipe: the state of the ranks that are left was not saved. %s", error)
+            logger.warning("hvpipe: the state of the remaining ranks was not saved. %s", error)
             return None
         return self._step
 

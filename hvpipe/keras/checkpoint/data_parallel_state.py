@@ -222,7 +222,7 @@ class DataParallelState:
         return RestoredDataParallel(self, manifest, shared, own, different)
 
     def _redistributed(self, place: Path, manifest: Manifest, own: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's own values on another number of ranks than the checkpoint's.
+        """Return this rank's own values on a different number of ranks than the checkpoint's.
 
         Accumulated gradients are sums, so rank 0 goes on with the sum over all ranks; those of "local" stay
         a rank's own. What ranks have added to a sum goes on with rank 0, too. Metrics and their samples start
@@ -259,8 +259,8 @@ class RestoredDataParallel:
         manifest: The checkpoint.
         shared: On rank 0, what all ranks share, by name.
         own: What is this rank's own, by name.
-        different: On rank 0 of another number of ranks, the names of weights that ranks had values of their
-            own of.
+        different: On rank 0 of a different number of ranks, the names of weights of which each rank had its
+            own value.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class RestoredDataParallel:
         set_random_state({name.removeprefix(OWN): value for name, value in self._own.items()})
 
     def _tell_of_other_ranks(self, own: Mapping[str, Any]) -> None:
-        """Warn, once, of variables of which each rank had its own value, on another number of ranks."""
+        """Warn, once, of variables of which each rank had its own value, on a different number of ranks."""
         kept = {id(v) for v, how in self._state.untrained.variables() if how == "none"}
         names = [name_of(v) for name, v in own.items() if name in self._different and id(v) in kept]
         self._different = frozenset()

@@ -64,7 +64,7 @@ class ResumedReading:
     read: int | None = None
 
     def notes(self, steps: int, ranks: int) -> dict[str, int]:
-        """Return what a checkpoint must note after `steps` steps more on so many ranks."""
+        """Return what a checkpoint must note after `steps` more steps on `ranks` ranks."""
         found = {} if self.source is None else {SOURCE: self.source + steps * ranks}
         return found if self.read is None else {**found, READ: self.read + steps}
 
@@ -165,7 +165,7 @@ def _read_over(iterator: Any, batches: int) -> None:
             ) from None
 
 
-# --- On another number of ranks -----------------------------------------------------------------------------
+# --- On a different number of ranks -------------------------------------------------------------------------
 
 
 def _on_other_ranks(

@@ -1,4 +1,4 @@
-"""Who writes what after a loss: divides a pipeline's state among the ranks that are left."""
+"""Who writes what after a loss: divides a pipeline's state among the remaining ranks."""
 
 from __future__ import annotations
 

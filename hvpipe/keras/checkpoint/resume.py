@@ -140,7 +140,7 @@ class Resume:
             self._resize()
 
     def _resize(self) -> None:
-        """Scale the learning rate, and tell the user's code, if the number of ranks is another one."""
+        """Scale the learning rate, and tell the user's code, if the number of ranks has changed."""
         session, ranks = self._state.session, self._ranks
         # Ranks that were left after a loss have written as many parts as they were.
         before = int(self._part.notes.get("ranks", self._manifest.ranks))

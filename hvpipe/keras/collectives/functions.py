@@ -265,8 +265,7 @@ def join() -> int:
     session = current()
     if not tf.executing_eagerly():
         raise HvpipeError(
-            "join() should be called outside of tf.function: there it would run once, while the function is "
-            "traced. Received: a call inside a tf.function"
+            "Call join() outside of tf.function: inside it would run once, while the function is traced."
         )
     if session.loops_by_plan:
         session.loops_by_plan = False  # told once

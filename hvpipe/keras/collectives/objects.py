@@ -47,9 +47,8 @@ def broadcast_object(
 def _refuse_graphs(function: str, instead: str) -> None:
     if not tf.executing_eagerly():
         raise HvpipeError(
-            f"{function}() should be called outside of graphs and tf.function: Python objects do not exist "
-            f"there, and it would run once, while the function is traced. Use {instead}() for tensors. "
-            "Received: a call while a graph is built"
+            f"Call {function}() outside of graphs and tf.function: Python objects do not exist there, and it "
+            f"would run once, while the function is traced. Use {instead}() for tensors."
         )
 
 

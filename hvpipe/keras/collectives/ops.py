@@ -128,7 +128,7 @@ def _check_types(
 
 
 def _factors(before: float = 1.0, after: float = 1.0) -> Any:
-    """Return the factors, from an op that keeps TensorFlow from computing a call once and for all."""
+    """Return the factors, from an op that keeps TensorFlow from computing a call only once."""
     current().named_calls()  # opens the service in a world of one rank
     with tf.device("CPU:0"):
         return library().hvpipe_factors(factors=tf.constant([before, after], tf.float64))

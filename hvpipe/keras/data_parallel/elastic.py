@@ -1,7 +1,7 @@
 """Lets `fit` go on in the same process without ranks that are lost.
 
     a rank is lost        every call of the engine raises; what runs in TensorFlow ends with an error
-    go_on_without_lost    the ranks that are left get a new engine with the same plans: graphs stay valid
+    go_on_without_lost    the remaining ranks get a new engine with the same plans: graphs stay valid
     agree                 on the most advanced state that one of them has complete
     restore               that state on all ranks: kept references, else a broadcast
     repeat                the steps after it, with their batches divided anew
@@ -163,7 +163,7 @@ class Elastic:
     # --- What runs under its protection -------------------------------------------------------------------
 
     def around(self, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a train function that repeats its step on the ranks that are left."""
+        """Return a train function that repeats its step on the remaining ranks."""
 
         def train_function(iterator: Any) -> Any:
             self._inner, self._iterator = inner, iterator

@@ -90,7 +90,7 @@ class ElasticData:
             self.position -= len(batches)
 
     def resume(self, epoch: int, batch: int, ranks: int, notes: Mapping[str, Any]) -> None:
-        """Continue in an epoch after so many of its batches, as `ranks` ranks counted them.
+        """Continue in an epoch after `batch` of its batches, as `ranks` ranks counted them.
 
         If `notes` say how many batches of the source that were, they are right: ranks may have been lost.
         """

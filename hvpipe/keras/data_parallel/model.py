@@ -136,11 +136,11 @@ def data_parallel(
         bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB (by
             NCCL 25 MiB), or an eighth of the gradients if that is less (at least 64 KiB).
         warmup_steps: With "stale", "int8" or "powersgd:R", how many steps without it come first. With
-            "local", rounds that end within so many steps wait for their average, without overlap. A large
+            "local", rounds that end within these steps wait for their average, without overlap. A large
             number makes every round wait.
         sync_batch_norm: Whether the model's BatchNormalization layers normalise by the batches of all ranks
             together, as `SyncBatchNormalization`; the default is each rank's own batch.
-        verify_every: After every so many steps, compare a checksum of each weight, seed and slot over ranks,
+        verify_every: After each N-th step, compare a checksum of each weight, seed and slot over ranks,
             and raise MismatchError on all ranks if one differs. None: HVPIPE_VERIFY, else never.
         nonfinite: What to do if the sum of all ranks' gradients has a NaN or Inf. "raise": raise HvpipeError
             on all ranks. "skip": leave weights and optimizer as they are, for this step; then no update

@@ -57,7 +57,7 @@ class SkippedSteps:
         self._skipped = 0
 
     def tell(self, names: Sequence[str], step: int, rank: int, ranks: Sequence[int] = ()) -> None:
-        """Tell of a step. All ranks call this, with the same arguments but `rank`.
+        """Report a step. All ranks call this, with the same arguments but `rank`.
 
         Args:
             names: The variables whose gradients were not finite.
@@ -169,7 +169,7 @@ class NonfiniteGuard:
             flags.assign(tf.zeros_like(flags))
 
     def tell(self, session: Session) -> None:
-        """Tell of what `look` has found; collective if that is something.
+        """Report what `look` has found; collective if that is something.
 
         Raises:
             HvpipeError: With "raise", if a gradient was not finite; on all ranks alike.

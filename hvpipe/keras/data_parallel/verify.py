@@ -58,7 +58,7 @@ def _different(session: Session, variables: Sequence[Any], what: str) -> dict[in
 
 
 def tell_of_unaveraged(session: Session, model: Any, variables: Sequence[Any]) -> None:
-    """After the first step of a `fit`, tell of weights among `variables` that differ; collective.
+    """After the first step of a `fit`, report weights among `variables` that differ; collective.
 
     Raises:
         HvpipeError: If there are any and the session is strict.

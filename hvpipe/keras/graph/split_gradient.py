@@ -69,7 +69,7 @@ def split_gradient(
         function: Takes and returns flat tensors.
         signature: A tf.TensorSpec for each input.
         variables: The tf.Variables to differentiate with respect to.
-        differentiated_inputs: Only the first inputs, this many, get gradients, if they are floating.
+        differentiated_inputs: How many of the first inputs get gradients, if they are floating.
         extra_outputs: The number of outputs at the end that have no gradients.
         recompute: Run the forward again in the backward instead of saving activations.
         ignored: The indices, among floating outputs, of those whose gradients are ignored.

@@ -16,7 +16,7 @@ from hvpipe.plan.placement_cost import stage_memory
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.plan.table import bytes_text, layers_text, table
 
-_TOO_UNEVEN = 2.0  # a rank computes so many times as long as the mean of the others
+_TOO_UNEVEN = 2.0  # how many times as long as the mean of the others a rank computes
 
 
 def layout_report(layout: Layout, plan: Plan, hosts: Sequence[str], samples: int) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Ends a pipeline that has lost ranks, so that `hvpipe run --elastic` starts it again on those that are left.
+"""Ends a pipeline that has lost ranks, so that `hvpipe run --elastic` starts it again on the remaining ones.
 
-a rank is lost       every call of the engine raises, and so `fit` does on the ranks that are left
-ranks that are left  agree on who is lost, and complete the checkpoint under way if they can
+a rank is lost       every call of the engine raises, and so `fit` does on the remaining ranks
+the remaining ranks  agree on who is lost, and complete the checkpoint under way if they can
                      write one of the last step if replicas have all that the lost ranks had
                      exit
 hvpipe run           starts them again; they plan anew, and resume from the newest checkpoint
@@ -25,7 +25,7 @@ logger = logging.getLogger("hvpipe")
 
 @contextlib.contextmanager
 def leaving_after_loss(session: Session, callbacks: Sequence[Any]) -> Iterator[None]:
-    """End the ranks that are left with SystemExit if the `fit` inside fails because ranks were lost.
+    """End the remaining ranks with SystemExit if the `fit` inside fails because ranks were lost.
 
     Without --elastic or hk.Checkpoint, the error goes on to the caller.
     """
@@ -56,9 +56,9 @@ def _tell(session: Session, folder: Path, lost: Sequence[int], steps: int, saved
     """Say who is lost, and return the code to exit with. `saved`: the step that replicas have saved."""
     if saved is not None:
         steps = saved
-        loses = f"The ranks that are left have all stages, and wrote a checkpoint of step {saved}."
+        loses = f"The remaining ranks have all stages, and wrote a checkpoint of step {saved}."
     else:
-        loses = "The ranks that are left could not save the last step."
+        loses = "The remaining ranks could not save the last step."
     settings, world = session.settings, session.world
     enough = world.size >= settings.min_ranks
     if world.rank == 0:

@@ -117,7 +117,7 @@ def pipeline_parallel(
         profile: The costs of the layers, or the path of the file from `hvpipe profile`. Default: rough costs
             from the layers' shapes, with micro-batches of one sample.
         cluster: The devices and links, or the path of a file. Default: equal devices.
-        verify_every: After every so many steps, compare a checksum of what several ranks hold: the weights
+        verify_every: After each N-th step, compare a checksum of what several ranks hold: the weights
             and slots of replicas and of layers that stages share. None: HVPIPE_VERIFY, or never.
         nonfinite: What to do if a gradient has a NaN or Inf on any rank. "raise": raise HvpipeError on all
             ranks, before any rank updates its weights. "skip": no rank updates. "ignore": update all the
@@ -273,7 +273,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
     def call(self, inputs: Any, training: bool = False) -> Any:
         raise HvpipeError(
             "No rank can call the whole model of a pipeline. Use fit, evaluate, predict or their on_batch "
-            "forms on all ranks together. Received: a call"
+            "forms on all ranks together."
         )
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:

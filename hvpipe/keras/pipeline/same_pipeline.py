@@ -27,7 +27,7 @@ def check_same_pipeline(session: Session, layout: Layout) -> None:
         check_same(session, "pipeline_parallel needs the same model on all ranks", layer_items(layers))
         return
     rank, other = odd
-    # A few layers more may be another number of stages, too: the model first.
+    # A few layers more may be a different number of stages, too: the model first.
     if first[_MODEL] != other[_MODEL]:
         calls = session.engine.allgather_object(_calls(layout.stages.graph), "pipeline_parallel")
         here, there = _first_difference(calls[0], calls[rank])

@@ -55,7 +55,7 @@ class PipelineSaving:
         """Raise HvpipeError: Keras's saving calls this, and would write one rank's part from every rank."""
         raise HvpipeError(
             "A rank has only a part of the model. To save the whole, call pipe.save('model.keras') on all "
-            "ranks instead of keras.saving.save_model(pipe, ...). Received: a call of get_config"
+            "ranks instead of keras.saving.save_model(pipe, ...)."
         )
 
     def save_weights(
@@ -127,7 +127,7 @@ class PipelineSaving:
     def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint; on all ranks together.
 
-        The checkpoint may come from another number of stages, another schedule or other replicas. Call
+        The checkpoint may come from a different number of stages, another schedule or other replicas. Call
         `compile` first, with an optimizer of the same class and settings.
 
         Args:

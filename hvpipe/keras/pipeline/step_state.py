@@ -83,7 +83,7 @@ class StepState:
         self._microbatches = 0
 
     def begin(self, microbatches: int) -> None:
-        """Begin a step of so many micro-batches."""
+        """Begin a step of `microbatches` micro-batches."""
         self._microbatches = microbatches
         variables = [*(v for v, _ in self._averages.values()), *self._shared.sums]
         # TensorFlow never changes a tensor, so this copies nothing.

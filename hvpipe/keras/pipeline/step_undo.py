@@ -1,4 +1,4 @@
-"""Takes back a step that the loss of a rank has ended, so that the ranks that are left can be saved."""
+"""Takes back a step that the loss of a rank has ended, so that the remaining ranks can be saved."""
 
 from __future__ import annotations
 

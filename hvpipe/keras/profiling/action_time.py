@@ -61,7 +61,7 @@ def _tiny_pipeline(stages: int) -> Any:
 
 
 def _step_s(pipe: Any, microbatches: int) -> float:
-    """Return the seconds of a step on so many samples, and so on as many micro-batches."""
+    """Return the seconds of a step on micro-batches of one sample each."""
     batch = np.zeros((microbatches, 1), np.float32)
     started_s = time.perf_counter()
     pipe.train_on_batch(batch, batch)

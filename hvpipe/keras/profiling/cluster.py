@@ -25,7 +25,7 @@ _MOST_MEASURED = 16
 """With more ranks than this, links are not measured between all of them."""
 
 _GPU_TENTHS, _GPU_LESS_BYTES = 9, 500_000_000
-"""What ranks may take of a GPU: so many tenths, as memory is fragmented, less each rank's CUDA and NCCL."""
+"""What ranks may take of a GPU: tenths, as memory is fragmented, and what CUDA and NCCL of a rank take."""
 
 
 def measure_cluster(profile: Profile) -> Cluster:

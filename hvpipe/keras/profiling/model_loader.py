@@ -53,8 +53,8 @@ def load_model_and_batch(task: ProfileTask) -> tuple[Any, Any]:
     batch = random_batch(model, task.microbatch or 1, task.input_shapes)
     if task.microbatch is None:
         raise HvpipeError(
-            f"--microbatch should give the number of samples, or {task.function} should return the model and "
-            "a micro-batch. Received: neither"
+            f"Give --microbatch, the number of samples, or let {task.function} return the model and a "
+            "micro-batch"
         )
     return model, batch
 
@@ -113,7 +113,7 @@ def _sample_axes(name: str, spec: TensorSpec, given: tuple[int, ...] | None) -> 
         if None in wanted:
             raise HvpipeError(
                 f"The input {name!r} leaves axes of a sample open, {list(wanted)}: set them, as in "
-                f"--input-shape {name}={','.join(str(axis or 64) for axis in wanted)}. Received: none"
+                f"--input-shape {name}={','.join(str(axis or 64) for axis in wanted)}"
             )
         return tuple(axis for axis in wanted if axis is not None)
     if len(given) != len(wanted) or any(w not in (None, g) for g, w in zip(given, wanted, strict=True)):

@@ -43,7 +43,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class RankNoise:
-    """What one rank knows of it.
+    """What one rank knows of the noise.
 
     Attributes:
         host: The host.

@@ -20,7 +20,7 @@ from hvpipe.keras.profiling.timed_stage import Activations, TimedStage, same_sta
 from hvpipe.specs.layer_cost import LayerCost
 
 _SPANS = 8
-"""A model is cut into about this many spans of equal time."""
+"""About how many spans of equal time a model is cut into."""
 
 _AT_A_TIME_BYTES = 1 << 30
 """The most bytes of spans that are timed together. The model may be larger than the memory."""

@@ -39,7 +39,7 @@ for name, call in calls.items():
     try:
         call()
     except tf.errors.InternalError as error:
-        assert "host memory of this rank is used up" in error.message, error.message
+        assert "Out of host memory on this rank" in error.message, error.message
         print(name, "failed", flush=True)
 """
 )

@@ -184,7 +184,7 @@ def test_a_checkpoint_that_a_lost_rank_was_writing_is_written_again(
 def test_the_samples_of_a_lost_rank_count(
     epochs: int, batches: int, samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: a resume on another number of ranks began too early. The last step is without that rank.
+    """Regression: a resume on fewer ranks or more began too early. The last step is without that rank.
 
     Epochs before this one have 4 batches of 4 samples on each rank.
     """

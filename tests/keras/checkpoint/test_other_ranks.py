@@ -1,4 +1,4 @@
-"""A job with overlap="local" resumes on another number of ranks from the mean of the ranks' weights."""
+"""A job with overlap="local" resumes on a different number of ranks from the mean of the ranks' weights."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once_for_all_workers(tmp_path_factory, "alone", train)
 
 
-LOST = "The ranks that are left could not save the last step."
-SAVED = "The ranks that are left have all stages, and wrote a checkpoint of step 18."
+LOST = "The remaining ranks could not save the last step."
+SAVED = "The remaining ranks have all stages, and wrote a checkpoint of step 18."
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A job resumes from its checkpoint on another number of ranks, as if it had never stopped."""
+"""A job resumes from its checkpoint on a different number of ranks, as if it had never stopped."""
 
 from __future__ import annotations
 

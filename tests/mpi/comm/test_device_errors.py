@@ -62,7 +62,7 @@ def test_two_ranks_on_one_device_may_be_without_nccl(
     monkeypatch.setenv("FAKE_DEVICES", "1")
     monkeypatch.setattr("hvpipe.comm.rank_gpu.find_nccl", lambda _: "libnccl-that-is-nowhere.so.2")
     engine = open_engine(libraries, "NCCL", nccl_library="", gpus_may_be_shared=False)
-    assert re.match(r"through the host: rank 0 on \S+: NCCL should load", engine.use_device())
+    assert re.match(r"through the host: rank 0 on \S+: NCCL does not load", engine.use_device())
     engine.agree("end of a case")
     engine.stop()
     assert levels_of_the_way(caplog) == ["WARNING" if hvpipe.rank() == 0 else "INFO"]
@@ -262,7 +262,7 @@ def test_arrays_of_another_device_are_refused(libraries: Libraries, monkeypatch:
     [
         ("FAKE_DEVICE_FAILS", PeerError, "a launch failed"),
         # Regression: only errors of hvpipe's own ended the engine, and the peers waited for the bucket.
-        ("FAKE_DEVICE_NO_HOST_MEMORY", HvpipeError, "host memory of this rank is used up"),
+        ("FAKE_DEVICE_NO_HOST_MEMORY", HvpipeError, "Out of host memory on this rank"),
     ],
 )
 def test_a_bucket_that_cannot_be_packed_ends_the_engine(
@@ -300,7 +300,7 @@ def test_a_failed_nccl_finalize_is_an_error_of_stop(libraries: Libraries, monkey
 def test_a_missing_device_library_is_named(libraries: Libraries) -> None:
     engine = open_engine(libraries, "host", device_library="libnowhere.so")
     array = OnDevice(np.ones(3, np.float32))
-    with pytest.raises(HvpipeError, match=r"hvpipe's GPU library should load.*libnowhere"):
+    with pytest.raises(HvpipeError, match=r"hvpipe's GPU library does not load.*libnowhere"):
         engine.allreduce(array, out=array)
     engine.stop()
 
@@ -312,6 +312,6 @@ def test_hvpipes_own_library_reports_a_missing_driver(libraries: Libraries) -> N
     if os.path.exists("/dev/nvidiactl"):
         pytest.skip("there is a GPU")
     engine = open_engine(libraries, "host", device_library=str(own))
-    with pytest.raises(HvpipeError, match=r"A CUDA device should be usable.*Received: (no|a) driver"):
+    with pytest.raises(HvpipeError, match=r"No CUDA device can be used: .*(there is no|Received: a) driver"):
         engine.use_device()
     engine.stop()

@@ -81,7 +81,7 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
         lambda e: e.allreduce(ONES[:-1]),
         (r"allreduce .*float32\[5000\]", r"allreduce .*float32\[4999\]"),
     ),
-    "sizes that take another number of messages": (
+    "sizes that take a different number of messages": (
         lambda e: e.allreduce(ONES),
         lambda e: e.allreduce(np.ones(500_000, np.float32)),
         (r"allreduce .*float32\[5000\]", r"allreduce .*float32\[500000\]"),

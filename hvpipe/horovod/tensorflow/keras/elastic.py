@@ -24,7 +24,7 @@ class KerasState(TensorFlowKerasState):
 
 
 class CommitStateCallback(StateCallback):
-    """Commits the state every so many batches, and at the end of each epoch."""
+    """Commits the state every `batches_per_commit` batches, and at the end of each epoch."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__(state)

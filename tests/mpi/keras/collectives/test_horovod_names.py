@@ -154,7 +154,7 @@ def test_names_of_tensorflow_1() -> None:
 def test_objects_in_a_graph() -> None:
     """Regression: "SymbolicTensor has no attribute numpy"."""
     for function in (hvd.allgather_object, hvd.broadcast_object, hvd.broadcast_object_fn()):
-        with pytest.raises(HvpipeError, match=r"outside of graphs and tf.function.*Received: a call while"):
+        with pytest.raises(HvpipeError, match=r"outside of graphs and tf.function"):
             tf.function(lambda call=function: call({"a": 1}) and 0, autograph=False)()
         with tf.Graph().as_default(), pytest.raises(HvpipeError, match="outside of graphs"):
             function({"a": 1})

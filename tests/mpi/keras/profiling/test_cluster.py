@@ -235,7 +235,7 @@ def test_a_function_that_brings_its_batch(nets: str) -> None:
         ("of_width", 4, r"should take no arguments.*Received: of_width\(width\)"),
         ("nothing", 4, "should return a Keras model. Received: NoneType"),
         ("subclassed", None, "Turn a subclassed model into a function"),
-        ("small", None, "--microbatch should give the number of samples"),
+        ("small", None, "Give --microbatch, the number of samples"),
     ],
 )
 def test_unsuitable_functions(nets: str, function: str, microbatch: int | None, says: str) -> None:
@@ -288,7 +288,7 @@ def test_random_values_suit_every_input() -> None:
 @pytest.mark.parametrize(
     ("shapes", "says"),
     [
-        ([], r"leaves axes of a sample open, \[None, 3\].*--input-shape points=64,3. Received: none"),
+        ([], r"leaves axes of a sample open, \[None, 3\].*--input-shape points=64,3$"),
         ([InputShape("", (5, 4))], r"should fit the input 'points', \[None, 3\]. Received: \[5, 4\]"),
         ([InputShape("", (5,))], r"Received: \[5\]"),
         ([InputShape("pixels", (5, 3))], "one of the inputs points. Received: pixels"),
