@@ -13,7 +13,6 @@ import pytest
 
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
-from bench.evaluation import run as evaluation
 from bench.evaluation.host_selection import HostSelection, this_host
 from bench.evaluation.outcome import FILE, EvaluationOutcome, Journal
 from bench.evaluation.run import Evaluation, setting_of
