@@ -37,7 +37,7 @@ for ptxas in build/nvcc-*/nvidia/cuda_nvcc/bin/ptxas "${CUDA_HOME:-/usr/local/cu
     known=$("$ptxas" --help)
     for generation in 70 75 80 86 89 90 100 120; do
         grep -q "'sm_$generation'" <<<"$known" || continue
-        echo "==> $ptxas -arch=sm_$generation csrc/device/kernels.ptx"
-        "$ptxas" -Werror -arch=sm_$generation csrc/device/kernels.ptx -o "$scratch/kernels.cubin"
+        echo "==> $ptxas -arch=sm_$generation csrc/gpu/kernels.ptx"
+        "$ptxas" -Werror -arch=sm_$generation csrc/gpu/kernels.ptx -o "$scratch/kernels.cubin"
     done
 done

@@ -1,4 +1,4 @@
-"""Compile the GPU kernels to PTX, which hvpipe carries: csrc/device/kernels.cu -> csrc/device/kernels.ptx.
+"""Compile the GPU kernels to PTX, which hvpipe carries: csrc/gpu/kernels.cu -> csrc/gpu/kernels.ptx.
 
     python .ci/kernels.py           # write kernels.ptx, after a change of kernels.cu or what it includes
     python .ci/kernels.py --check   # exit code 1 if it would change
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
-PTX = CSRC / "device/kernels.ptx"
+PTX = CSRC / "gpu/kernels.ptx"
 OPTIONS = ("--gpu-architecture=compute_70", "--std=c++17", "--fmad=false")  # the CPU rounds each product, too
 
 # NVRTC has no standard library. This is all that the kernels use of it.
@@ -53,13 +53,13 @@ def compiled() -> str:
         sys.exit("kernels.py: there should be NVRTC in build/nvrtc-*: run `make cuda`, which fetches it")
     nvrtc = ctypes.CDLL(str(found[-1]))
     headers = dict(STANDARD_HEADERS)
-    for name in ("device/cast_tile.h", "core/half.h"):
+    for name in ("gpu/cast_tile.h", "base/half.h"):
         headers[name] = (CSRC / name).read_text()
     program = ctypes.c_void_p()
     _check(
         nvrtc,
         nvrtc.nvrtcCreateProgram(
-            *(ctypes.byref(program), (CSRC / "device/kernels.cu").read_bytes(), b"kernels.cu", len(headers)),
+            *(ctypes.byref(program), (CSRC / "gpu/kernels.cu").read_bytes(), b"kernels.cu", len(headers)),
             *(_strings(headers.values()), _strings(headers)),
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -13,6 +14,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "hvpipe"
 BENCH = PACKAGE.with_name("bench")
+CSRC = PACKAGE.with_name("csrc")
+ROOMS = ("base", "transport", "collectives", "progress", "named", "gpu", "engine", "faces")  # lowest first
 MOST_LINES = 60  # of a function, without its docstring
 
 # Lowest first. A module may import from its own layer and from those before it, never in a circle.
@@ -134,6 +137,22 @@ def test_imports_go_downward() -> None:
 def test_no_import_runs_in_a_circle() -> None:
     graph = {module_of(f): own_imports(f, with_types=False) - {module_of(f)} for f in files()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of the circle
+
+
+def test_folders_of_the_engine_include_downward() -> None:
+    """docs/engine.md has the same order."""
+    upward = [
+        f"{path.relative_to(CSRC)} includes {header}"
+        for path in sorted(CSRC.glob("*/*"))
+        if path.suffix in (".cc", ".cu", ".h")
+        for header in re.findall(r'#include "([^"]*/[^"]*)"', path.read_text())
+        if header.partition("/")[0] in ROOMS
+        if ROOMS.index(header.partition("/")[0]) > ROOMS.index(path.parent.name)
+    ]
+    assert not upward
+    assert {path.name for path in CSRC.iterdir() if path.is_dir()} == set(ROOMS)
+    page = (CSRC.parent / "docs" / "engine.md").read_text()
+    assert tuple(re.findall(r"(?m)^\| `(\w+)/` \|", page)) == ROOMS
 
 
 def test_no_import_of_benchmarks_runs_in_a_circle() -> None:

@@ -15,10 +15,10 @@
 #include <thread>
 #include <vector>
 
-#include "core/dtype.h"
-#include "core/error.h"
-#include "device/device.h"
-#include "device/nccl.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "gpu/device.h"
+#include "gpu/nccl.h"
 
 namespace {
 

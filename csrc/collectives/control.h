@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "collectives/collective.h"
-#include "collectives/transport.h"
-#include "core/error.h"
+#include "transport/transport.h"
+#include "base/error.h"
 
 namespace hvpipe {
 

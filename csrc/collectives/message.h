@@ -7,8 +7,8 @@
 
 #include "collectives/collective.h"
 #include "collectives/segments.h"
-#include "collectives/transport.h"
-#include "core/telemetry.h"
+#include "transport/transport.h"
+#include "base/telemetry.h"
 
 namespace hvpipe {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "core/vector_loops.h"
+#include "base/vector_loops.h"
 
 namespace hvpipe {
 namespace {

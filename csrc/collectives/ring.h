@@ -7,10 +7,10 @@
 #include "collectives/collective.h"
 #include "collectives/segments.h"
 #include "collectives/send_budget.h"
-#include "collectives/transport.h"
-#include "core/aligned_buffer.h"
-#include "core/dtype.h"
-#include "core/telemetry.h"
+#include "transport/transport.h"
+#include "base/aligned_buffer.h"
+#include "base/dtype.h"
+#include "base/telemetry.h"
 
 namespace hvpipe {
 

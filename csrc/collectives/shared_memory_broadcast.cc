@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/error.h"
-#include "core/vector_loops.h"
+#include "base/error.h"
+#include "base/vector_loops.h"
 
 namespace hvpipe {
 

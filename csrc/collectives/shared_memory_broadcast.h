@@ -5,8 +5,8 @@
 #include <string>
 
 #include "collectives/collective.h"
-#include "collectives/shared_window.h"
-#include "core/telemetry.h"
+#include "transport/shared_window.h"
+#include "base/telemetry.h"
 
 namespace hvpipe {
 

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "collectives/control.h"
-#include "core/vector_loops.h"
+#include "base/vector_loops.h"
 
 namespace hvpipe {
 

@@ -7,9 +7,9 @@
 
 #include "collectives/collective.h"
 #include "collectives/segments.h"
-#include "collectives/shared_window.h"
-#include "core/dtype.h"
-#include "core/telemetry.h"
+#include "transport/shared_window.h"
+#include "base/dtype.h"
+#include "base/telemetry.h"
 
 namespace hvpipe {
 

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <string>
 
-#include "core/error.h"
+#include "base/error.h"
 
 namespace hvpipe {
 namespace {

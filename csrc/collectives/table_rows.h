@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "core/aligned_buffer.h"
-#include "core/dtype.h"
-#include "core/vector_loops.h"
+#include "base/aligned_buffer.h"
+#include "base/dtype.h"
+#include "base/vector_loops.h"
 
 namespace hvpipe {
 

@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/exit_timer.h"
-#include "core/mpi_network.h"
-#include "core/socket_network.h"
-#include "core/stack_dump.h"
+#include "base/exit_timer.h"
+#include "progress/mpi_network.h"
+#include "progress/socket_network.h"
+#include "base/stack_dump.h"
 
 namespace hvpipe::python {
 

@@ -16,7 +16,7 @@
 #include <optional>
 #include <string>
 
-#include "core/engine.h"
+#include "engine/engine.h"
 
 namespace nb = nanobind;
 

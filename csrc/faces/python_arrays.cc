@@ -2,7 +2,7 @@
 #include <tuple>
 #include <vector>
 
-#include "core/vector_loops.h"
+#include "base/vector_loops.h"
 #include "faces/python.h"
 
 namespace hvpipe::python {

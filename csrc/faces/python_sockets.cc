@@ -8,11 +8,11 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/socket_mesh.h"
-#include "collectives/socket_setup.h"
-#include "core/error.h"
-#include "core/event_log.h"
-#include "core/socket_network.h"
+#include "transport/socket_mesh.h"
+#include "transport/socket_setup.h"
+#include "base/error.h"
+#include "base/event_log.h"
+#include "progress/socket_network.h"
 #include "faces/python.h"
 
 namespace hvpipe::python {

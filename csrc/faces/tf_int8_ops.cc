@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/int8_compression.h"
+#include "base/int8_compression.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

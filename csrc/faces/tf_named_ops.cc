@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "faces/tf_ending.h"
 #include "named/named_calls.h"
 #include "tensorflow/core/framework/common_shape_fns.h"

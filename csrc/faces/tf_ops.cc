@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/engine.h"
+#include "engine/engine.h"
 #include "faces/tf_ending.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "collectives/gather.h"
-#include "core/vector_loops.h"
+#include "base/vector_loops.h"
 #include "named/numbers.h"
 
 namespace hvpipe::named {

@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/network.h"
-#include "core/operation.h"
+#include "progress/network.h"
+#include "progress/operation.h"
 #include "named/call.h"
 
 namespace hvpipe::named {

@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "collectives/tags.h"
-#include "core/shared_slot.h"
+#include "base/shared_slot.h"
 #include "named/call_check.h"
 
 namespace hvpipe::named {

@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/messenger.h"
-#include "core/network.h"
-#include "core/progress.h"
+#include "progress/messenger.h"
+#include "progress/network.h"
+#include "progress/progress.h"
 #include "named/call_stages.h"
 #include "named/coordinator.h"
 

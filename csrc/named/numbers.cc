@@ -8,8 +8,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "core/half.h"
-#include "core/vector_loops.h"
+#include "base/half.h"
+#include "base/vector_loops.h"
 
 namespace hvpipe::named {
 namespace {

@@ -1,4 +1,4 @@
-"""Reads the file of a rank's flight recorder, which csrc/core/flight_recorder.h writes."""
+"""Reads the file of a rank's flight recorder, which csrc/base/flight_recorder.h writes."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from hvpipe.comm.world import World
 
 FOLDER = "/dev/shm"  # where MPI allocates windows of shared memory
-_SLOTS = 4  # of a rank in a window (csrc/core/network.h)
-_HEAD_BYTES = 8192  # at most, of a rank in a window (csrc/collectives/shared_window.cc)
+_SLOTS = 4  # of a rank in a window (csrc/progress/network.h)
+_HEAD_BYTES = 8192  # at most, of a rank in a window (csrc/transport/shared_window.cc)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_who_ended_first(flights: list[Flight], first: int | None, says: str) ->
 
 
 def recorded(rank: int = 0, size: int = 2) -> bytes:
-    """The bytes of a recorder with three events, as csrc/core/flight_recorder.h lays them out."""
+    """The bytes of a recorder with three events, as csrc/base/flight_recorder.h lays them out."""
     head = struct.pack(
         "<8s3I3i6dQQQiI64s2048s",
         *(b"HVPFLGHT", 1, 1000, 128, rank, size, 4242),

@@ -1,4 +1,4 @@
-"""Stacks of a busy process (csrc/core/stack_dump.cc): they are read in a copy, which may crash."""
+"""Stacks of a busy process (csrc/base/stack_dump.cc): they are read in a copy, which may crash."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Int8Compressor:
 
 
 class HostInt8Compressor(Int8Compressor):
-    """The same values on the CPU, in one pass over the numbers each (csrc/core/int8_compression.h)."""
+    """The same values on the CPU, in one pass over the numbers each (csrc/base/int8_compression.h)."""
 
     def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
         """Return what this rank gives, and the largest absolute value of each block of it."""

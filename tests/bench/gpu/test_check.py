@@ -155,7 +155,7 @@ def test_two_ranks_share_a_gpu_only_with_an_nccl_that_can(monkeypatch: pytest.Mo
 
 
 def test_initcheck_looks_at_hvpipes_kernels() -> None:
-    ptx = (check.REPOSITORY / "csrc/device/kernels.ptx").read_text()
+    ptx = (check.REPOSITORY / "csrc/gpu/kernels.ptx").read_text()
     assert ptx.count(".visible .entry ") == ptx.count(f".visible .entry {check.KERNELS}") == 10
 
 

@@ -3,9 +3,9 @@
 
 #include <string>
 
-#include "core/dtype.h"
-#include "core/error.h"
-#include "device/cast_tile.h"
+#include "base/dtype.h"
+#include "base/error.h"
+#include "gpu/cast_tile.h"
 
 namespace hvpipe {
 

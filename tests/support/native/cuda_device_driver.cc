@@ -1,4 +1,4 @@
-// Runs csrc/device/cuda_device.cc on the CUDA of fake_cuda.cc: each case prints its findings.
+// Runs csrc/gpu/cuda_device.cc on the CUDA of fake_cuda.cc: each case prints its findings.
 //
 //   cuda_device_driver CASE
 #include <cstdio>
@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
-#include "core/error.h"
-#include "device/device.h"
-#include "device/kernels.h"
+#include "base/error.h"
+#include "gpu/device.h"
+#include "gpu/kernels.h"
 
 extern "C" {
 bool fake_context_made(int device);

@@ -1,7 +1,7 @@
-// Compiles only if csrc/device/cuda_driver.h agrees with CUDA's own header.
+// Compiles only if csrc/gpu/cuda_driver.h agrees with CUDA's own header.
 #include <cuda.h>
 
-#include "device/cuda_driver.h"
+#include "gpu/cuda_driver.h"
 #include "same_parameters.h"
 
 namespace ours = hvpipe::cuda;

@@ -18,9 +18,9 @@
 #include <thread>
 #include <vector>
 
-#include "core/engine.h"
-#include "core/mpi_network.h"
-#include "core/socket_network.h"
+#include "engine/engine.h"
+#include "progress/mpi_network.h"
+#include "progress/socket_network.h"
 #include "named/named_calls.h"
 
 namespace {

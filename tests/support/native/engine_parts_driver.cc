@@ -8,8 +8,8 @@
 
 #include "collectives/segments.h"
 #include "collectives/send_budget.h"
-#include "device/device_memory.h"
-#include "device/posted_messages.h"
+#include "gpu/device_memory.h"
+#include "gpu/posted_messages.h"
 
 namespace {
 

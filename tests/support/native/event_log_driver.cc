@@ -1,7 +1,7 @@
 // Logs three events into a log that keeps two, then prints the kept events and the number dropped.
 #include <cstdio>
 
-#include "core/event_log.h"
+#include "base/event_log.h"
 
 int main() {
   hvpipe::EventLog log(true, 2), off(false, 2);

@@ -19,9 +19,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
-#include "device/device.h"
-#include "device/tiles.h"
+#include "base/error.h"
+#include "gpu/device.h"
+#include "gpu/tiles.h"
 #include "cast_types.h"
 
 namespace {

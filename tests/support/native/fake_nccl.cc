@@ -31,7 +31,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/vector_loops.h"
+#include "base/vector_loops.h"
 
 #ifndef VERSION
 #define VERSION 23005

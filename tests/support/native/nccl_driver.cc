@@ -11,7 +11,7 @@
 #include <cstring>
 #include <string>
 
-#include "device/nccl.h"
+#include "gpu/nccl.h"
 
 #ifdef NAMESAKE
 extern "C" int ncclGroupStart() { return 5; }

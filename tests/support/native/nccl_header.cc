@@ -1,4 +1,4 @@
-// Compiles only if csrc/device/nccl.h agrees with NCCL's own header.
+// Compiles only if csrc/gpu/nccl.h agrees with NCCL's own header.
 #include <nccl.h>
 
 #include <cstddef>

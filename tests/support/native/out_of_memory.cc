@@ -2,8 +2,8 @@
 #include <new>
 #include <thread>
 
-#include "core/gradient_buckets.h"
-#include "device/device_messenger.h"
+#include "engine/gradient_buckets.h"
+#include "gpu/device_messenger.h"
 #include "named/named_calls.h"
 
 namespace hvpipe {

@@ -1,0 +1,51 @@
+// The check that all ranks are about to do the same.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <optional>
+
+#include "collectives/control.h"
+#include "progress/network.h"
+#include "progress/operation.h"
+
+namespace hvpipe {
+
+// Adds the exchange of control records (collectives/control.h) to operations. Records are exchanged in the
+// order in which their operations were enqueued. They also carry requests: bits that any rank may set, and
+// that all ranks see alike after an exchange.
+//
+// Threads: any thread may add a stage, set this rank's requests and read those of all. Only the driving
+// thread touches the order queue, or a thread inside Progress::WhileNobodyDrives. No lock.
+class Agreement {
+ public:
+  explicit Agreement(Network& network) : network_(network) {}
+  Agreement(const Agreement&) = delete;
+  Agreement& operator=(const Agreement&) = delete;
+
+  // Make a control exchange the first stage of `operation`. `signature` must be equal on all ranks.
+  void AddStage(Operation& operation, double samples, std::uint64_t signature, const std::string& shown = "");
+  // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
+  // differ.
+  const RecordExchange& Checked(const Operation& operation);
+
+  // Let this rank's records carry these bits from now on.
+  void SetRequests(std::uint64_t bits) { own_requests_ = bits; }
+  // The bits of all ranks in the last finished exchange, or-ed.
+  std::uint64_t requests() const { return requests_; }
+
+  // The next rank, if nothing has come from it in the exchange that `operation` began with AddStage.
+  static std::optional<int> Missing(const Operation& operation);
+
+  // The record of the next rank that no exchange of this rank answers: null if none has arrived, or if this
+  // rank has an exchange under way. The next exchange still gets the record.
+  const Record* Unanswered();
+
+ private:
+  Network& network_;
+  OrderQueue order_;
+  std::atomic<std::uint64_t> own_requests_{0};
+  std::atomic<std::uint64_t> requests_{0};
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,168 @@
+// Runs blocking collectives, which the calling thread drives.
+#include "progress/blocking_calls.h"
+
+#include <cstring>
+#include <utility>
+
+#include "collectives/tags.h"
+#include "base/vector_loops.h"
+
+namespace hvpipe {
+
+// Another thread of a rank may be about to make the call that is missing.
+constexpr double kPatienceS = 1.0;
+
+std::shared_ptr<Operation> BlockingCalls::MakeOperation(const std::string& what) {
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  return operation;
+}
+
+int BlockingCalls::NextTag() { return kFirstCallTag + static_cast<int>(calls_++ % kCallTags); }
+
+// On one host an all-reduce needs no check of its own: the slots of the window hold the same information.
+void BlockingCalls::CheckSameCall(const std::string& what, const Interrupt& interrupt) {
+  auto operation = MakeOperation(what);
+  agreement_.AddStage(*operation, 0, Hash(what));
+  operation->check = [this](Operation& done) { (void)agreement_.Checked(done); };
+  progress_.Run(operation, interrupt);
+}
+
+void BlockingCalls::RunChecked(const std::string& what, Operation::MakeCollective make,
+                               const Interrupt& interrupt) {
+  CheckSameCall(what, interrupt);
+  auto operation = MakeOperation(what);
+  operation->AddStage(std::move(make));
+  progress_.Run(operation, interrupt);
+}
+
+void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
+                              const std::string& what, const Interrupt& interrupt) {
+  if (network_.topology().size == 1) {
+    ScaleAndCast(in, dtype, out, dtype, count, scale);
+    return;
+  }
+  const Turns::Turn turn = TakeTurn(interrupt);
+  SharedWindow* const window = route_.only_window();
+  if (window == nullptr) CheckSameCall(what, interrupt);
+  if (dtype == DType::kFloat16 && scale != 1.0) {  // scale first: the sum may exceed the range of float16
+    ScaleAndCast(in, dtype, out, dtype, count, scale);
+    in = out;
+    scale = 1.0;
+  }
+  const ReduceBuffers buffers{in, out, count};
+  const int tag = NextTag();
+  std::shared_ptr<Operation> own;
+  const auto queued = [&] {
+    own = MakeOperation(what);
+    const auto& operation = own;
+    operation->traced = "reduce";
+    route_.AddStages(*operation, std::make_shared<const ReduceBuffers>(buffers), dtype, scale, tag);
+    return operation;
+  };
+  if (window == nullptr) return progress_.Run(queued(), interrupt);
+  // Within a host, only shared memory says where the peers are. Without this check a rank would wait until
+  // the deadline for a peer that makes another call.
+  double first_look_s = 0;
+  const auto watched = [&] {
+    interrupt();
+    if (first_look_s == 0) first_look_s = Now();
+    if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(*window, *own);
+  };
+  if (count * SizeOf(dtype) > window->slot_bytes()) return progress_.Run(queued(), std::ref(watched));
+  const auto make = [&](std::uint64_t sequence) {
+    return route_.MakeSharedReduce(OperationTagOf(what, sequence), buffers, dtype, scale,
+                                   SharedMemoryReduce::Result::kAll);
+  };
+  progress_.RunBrief(std::ref(make), std::ref(queued), std::ref(watched));
+}
+
+// Throw if a rank waits in shared memory for this one, which leaves: only so does this one learn of it.
+void BlockingCalls::CheckNobodyWaits(const std::string& shown) {
+  const SharedWindow* const window = route_.only_window();
+  if (window == nullptr) return;
+  const int rank = network_.topology().rank;
+  const std::uint64_t next = window->written(rank).load(std::memory_order_relaxed);
+  for (int peer = 0; peer < window->size(); ++peer) {
+    if (window->written(peer).load(std::memory_order_acquire) <= next) continue;
+    throw Disagreement("Rank", rank, shown, peer, window->header(peer, next).what);
+  }
+}
+
+// Throw if the next rank is at another call: it has sent a control record instead of writing to the window.
+// The record of a later operation proves nothing, because another thread of this rank may be about to
+// announce it.
+void BlockingCalls::CheckPeersAreHere(SharedWindow& window, const Operation& own) {
+  const Topology& topology = network_.topology();
+  const int above = (topology.rank + 1) % topology.size;
+  const auto& theirs = window.written(above);
+  const auto& mine = window.written(topology.rank);
+  if (theirs.load(std::memory_order_acquire) >= mine.load(std::memory_order_relaxed)) return;
+  const std::optional<Record> record = EarlyRecord();
+  if (!record || record->sequence > own.sequence()) return;
+  throw DifferentCalls(topology.rank, own.what, above, *record);
+}
+
+std::optional<Record> BlockingCalls::EarlyRecord() {
+  std::optional<Record> record;
+  progress_.WhileNobodyDrives([&] {
+    if (const Record* const found = agreement_.Unanswered()) record = *found;
+  });
+  return record;
+}
+
+void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
+                              const Interrupt& interrupt) {
+  if (network_.topology().size == 1) return;
+  const Turns::Turn turn = TakeTurn(interrupt);
+  const int tag = NextTag();
+  RunChecked(
+      what,
+      [=](const Operation&) { return network_.MakeBroadcast(network_.copies(), data, bytes, root, tag); },
+      interrupt);
+}
+
+void BlockingCalls::Gather(const void* in, void* out, const std::vector<std::size_t>& bytes,
+                           std::optional<int> root, const std::string& what, const Interrupt& interrupt) {
+  if (network_.topology().size == 1) {
+    if (in != out && bytes.front() > 0) std::memcpy(out, in, bytes.front());
+    return;
+  }
+  const Turns::Turn turn = TakeTurn(interrupt);
+  const int tag = NextTag();
+  RunChecked(
+      what, [=](const Operation&) { return network_.MakeGather(in, out, bytes, root, tag); }, interrupt);
+}
+
+std::vector<double> BlockingCalls::Agree(const std::string& what, double samples, const Interrupt& interrupt,
+                                         const Patience& patience) {
+  const int size = network_.topology().size;
+  if (size == 1) return {samples};
+  const Turns::Turn turn = TakeTurn(interrupt);
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kControlPriority;
+  operation->limit_s = patience.limit_s;
+  agreement_.AddStage(*operation, samples, Hash(what), patience.shown);
+  std::vector<double> all;
+  operation->check = [this, size, &all](Operation& done) {
+    const RecordExchange& exchange = agreement_.Checked(done);
+    for (int rank = 0; rank < size; ++rank) all.push_back(exchange.of(rank).samples);
+  };
+  const double start_s = Now();
+  bool told = !patience.late;
+  const auto watched = [&] {
+    interrupt();
+    if (what == kLeaving && Now() - start_s > kPatienceS) CheckNobodyWaits(patience.shown);
+    if (told || Now() - start_s < patience.late_s) return;
+    told = true;
+    std::optional<int> missing;
+    progress_.WhileNobodyDrives([&] { missing = Agreement::Missing(*operation); });
+    if (missing) patience.late(*missing);
+  };
+  progress_.Run(operation, watched);
+  return all;
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,126 @@
+// Makes collectives over the transports of a network.
+#include "progress/network.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "collectives/ring.h"
+#include "collectives/tags.h"
+
+namespace hvpipe {
+
+Network::Network(const EngineOptions& options, const Topology& topology, Counters& counters)
+    : options_(options), topology_(topology), counters_(counters), budget_(options.messages_in_flight) {}
+
+bool Network::crowded() const {
+  return static_cast<unsigned>(topology_.local_size) > std::thread::hardware_concurrency();
+}
+
+std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
+                                              int tag, bool only_gather) {
+  RingAllReduce::Options ring;
+  ring.segment_bytes = options_.segment_bytes;
+  ring.receives_in_flight = options_.messages_in_flight;
+  ring.tag = tag;
+  ring.only_gather = only_gather;
+  return std::make_unique<RingAllReduce>(ranks, budget_, counters_, data, count, dtype, ring);
+}
+
+std::unique_ptr<RecordExchange> Network::MakeExchange(const Record& mine) {
+  return std::make_unique<ControlExchange>(*ring_, mine, kControlTag, std::exchange(early_, std::nullopt));
+}
+
+// A rank sends its first record to the rank below it, so each rank looks at the rank above.
+const Record* Network::EarlyRecord() {
+  if (!early_) early_ = TakeRecord(*ring_, (topology_.rank + 1) % topology_.size, kControlTag);
+  return early_ ? &*early_ : nullptr;
+}
+
+std::unique_ptr<Collective> Network::MakeGather(const void* in, void* out,
+                                                const std::vector<std::size_t>& bytes,
+                                                std::optional<int> root, int tag) {
+  auto* target = static_cast<char*>(out);
+  std::vector<SentPart> sends;
+  std::vector<ReceivedPart> receives;
+  for (int peer = 0; peer < topology_.size; ++peer) {
+    const std::size_t theirs = bytes[static_cast<std::size_t>(peer)];
+    const bool is_target = root.value_or(topology_.rank) == topology_.rank;
+    if (peer != topology_.rank && root.value_or(peer) == peer)
+      sends.push_back({peer, in, bytes[static_cast<std::size_t>(topology_.rank)]});
+    if (!is_target) continue;
+    if (peer != topology_.rank) receives.push_back({peer, target, theirs});
+    if (peer == topology_.rank && in != target && theirs > 0) std::memcpy(target, in, theirs);
+    target += theirs;
+  }
+  return MakeExchange(copies(), sends, receives, tag);
+}
+
+std::unique_ptr<Collective> Network::MakeExchange(Transport& ranks, const std::vector<SentPart>& sends,
+                                                  const std::vector<ReceivedPart>& receives, int tag) {
+  const MessageOptions message{0, tag, options_.segment_bytes, options_.messages_in_flight};
+  return hvpipe::MakeExchange(ranks, counters_, sends, receives, message);
+}
+
+std::unique_ptr<Collective> Network::MakeBroadcast(Transport& ranks, void* data, std::size_t bytes, int root,
+                                                   int tag) {
+  return std::make_unique<ChainBroadcast>(ranks, counters_, data, bytes, root, options_.segment_bytes, tag);
+}
+
+std::unique_ptr<Collective> Network::MakeSend(const void* data, std::size_t bytes,
+                                              const MessageOptions& options) {
+  return std::make_unique<MessageSend>(*messages_, counters_, data, bytes, options);
+}
+
+std::unique_ptr<Collective> Network::MakeReceive(void* data, std::size_t bytes,
+                                                 const MessageOptions& options) {
+  return std::make_unique<MessageReceive>(*messages_, counters_, data, bytes, options);
+}
+
+int Network::AddGroup(const std::vector<int>& ranks) {
+  auto group = MakeGroup(ranks);
+  const std::lock_guard<std::mutex> lock(groups_mutex_);
+  groups_.push_back(std::move(group));
+  return static_cast<int>(groups_.size() - 1);
+}
+
+Transport& Network::TransportOf(int group) const {
+  const std::lock_guard<std::mutex> lock(groups_mutex_);
+  return *groups_.at(static_cast<std::size_t>(group));
+}
+
+std::unique_ptr<Collective> Network::MakeGroupAllReduce(int group, unsigned call, void* data,
+                                                        std::size_t count, DType dtype) {
+  return MakeRing(TransportOf(group), data, count, dtype, static_cast<int>(call % kCallTags));
+}
+
+void Network::BeginPass(double now_s) {
+  budget_.BeginPass(now_s);
+  Poll();
+}
+
+// With the send budget spent: until a quarter of it should have drained. Otherwise a peer's message is
+// missing: look often at first, since it may be the last one of a small bucket, then less and less. Keep
+// looking often while a caller waits for a message, because then nothing else needs the core.
+double Network::NapS(int idle_passes, bool caller_waits) const {
+  const int most_growth = caller_waits ? 2 : 20;
+  const double grown_s = options_.shortest_nap_s * std::pow(1.5, std::min(idle_passes, most_growth));
+  return std::clamp(budget_.empty() ? budget_.QuarterS() : grown_s, options_.shortest_nap_s,
+                    options_.longest_nap_s);
+}
+
+void Network::Free() {
+  texts_->Free();
+  requests_->Free();
+  ForEachGroup([](Transport& group) { group.Free(); });
+  for (const auto* window : {&broadcast_window_, &reduce_window_}) {
+    if (*window) (*window)->Free();
+  }
+  for (const auto* transport : {&leaders_, &copies_, &named_, &messages_, &ring_}) {
+    if (*transport) (*transport)->Free();
+  }
+}
+
+}  // namespace hvpipe

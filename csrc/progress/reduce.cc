@@ -1,0 +1,82 @@
+// Adds the stages of an all-reduce to an operation, by where its ranks are.
+#include "progress/reduce.h"
+
+#include <cstring>
+#include <utility>
+
+#include "collectives/control.h"
+#include "collectives/shared_memory_broadcast.h"
+#include "base/vector_loops.h"
+
+namespace hvpipe {
+
+OperationTag OperationTagOf(const std::string& what, std::uint64_t sequence) {
+  return {Hash(what), sequence, what};
+}
+
+SharedWindow* AllReduceRoute::only_window() const {
+  return topology().hosts == 1 ? network_.reduce_window() : nullptr;
+}
+
+Transport* AllReduceRoute::only_ring() const {
+  const bool reduces_in_memory = network_.reduce_window() != nullptr;
+  return reduces_in_memory || topology().size == 1 ? nullptr : &network_.ring();
+}
+
+void AllReduceRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers,
+                               DType dtype, double scale, int tag) {
+  const bool shared_alone = only_window() != nullptr;
+  if (network_.reduce_window() != nullptr) {
+    const auto result = shared_alone ? SharedMemoryReduce::Result::kAll : SharedMemoryReduce::Result::kLeader;
+    const double shared_scale = shared_alone ? scale : 1.0;
+    operation.AddStage(
+        [=](const Operation& op) {
+          return MakeSharedReduce(OperationTagOf(op.what, op.sequence()), *buffers, dtype, shared_scale,
+                                  result);
+        },
+        &shared_order_);
+  }
+  if (shared_alone) return;
+  AddRingStage(operation, buffers, dtype, tag);
+  AddSharedBroadcastStage(operation, buffers, dtype);
+  if (scale != 1.0) {
+    auto previous = std::move(operation.check);
+    operation.check = [=](Operation& op) {
+      if (previous) previous(op);
+      Scale(buffers->out, dtype, buffers->count, scale);
+    };
+  }
+}
+
+void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
+                                  DType dtype, int tag) {
+  const bool reduced_in_memory = network_.reduce_window() != nullptr;  // which has written `out` already
+  Transport* const ring = reduced_in_memory ? network_.leaders() : &network_.ring();
+  if (ring == nullptr || ring->size() == 1) return;
+  operation.AddStage([=](const Operation&) {
+    if (!reduced_in_memory && buffers->in != buffers->out)
+      std::memcpy(buffers->out, buffers->in, buffers->count * SizeOf(dtype));
+    return MakeRing(*ring, buffers->out, buffers->count, dtype, tag);
+  });
+}
+
+// In no common order: the first rank of a host broadcasts in the order in which its rings end.
+void AllReduceRoute::AddSharedBroadcastStage(Operation& operation,
+                                             const std::shared_ptr<const ReduceBuffers>& buffers,
+                                             DType dtype) {
+  SharedWindow* const window = network_.broadcast_window();
+  if (window == nullptr || topology().local_size == 1) return;
+  operation.AddStage([=](const Operation& op) {
+    return std::make_unique<SharedMemoryBroadcast>(*window, counters_, OperationTagOf(op.what, op.sequence()),
+                                                   buffers->out, buffers->count * SizeOf(dtype), 0);
+  });
+}
+
+std::unique_ptr<Collective> AllReduceRoute::MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers,
+                                                             DType dtype, double scale,
+                                                             SharedMemoryReduce::Result result) {
+  return std::make_unique<SharedMemoryReduce>(*network_.reduce_window(), counters_, std::move(tag),
+                                              buffers.in, buffers.out, buffers.count, dtype, scale, result);
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,77 @@
+// The route of an all-reduce of host memory: ring, shared-memory window, or both.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "collectives/shared_memory_reduce.h"
+#include "progress/network.h"
+#include "progress/operation.h"
+#include "base/telemetry.h"
+
+namespace hvpipe {
+
+// The source and the destination of an all-reduce. Stages read this when they begin, so it may be set as late
+// as that.
+struct ReduceBuffers {
+  const void* in;
+  void* out;
+  std::size_t count;
+};
+
+// How all-reduces of all ranks travel. Adds the collectives that serve them to operations. All ranks of a
+// host choose alike, because the choice depends only on the topology and on whether shared memory is used.
+//
+//   ranks                     stages
+//   all on one host           window
+//   one on each host          ring
+//   several on some hosts     window to the first rank of the host | ring of the first ranks | window back
+//
+// Threads: any thread may add stages. Only the driving thread touches order queues. No lock.
+class AllReduceRoute {
+ public:
+  AllReduceRoute(Network& network, Counters& counters) : network_(network), counters_(counters) {}
+  AllReduceRoute(const AllReduceRoute&) = delete;
+  AllReduceRoute& operator=(const AllReduceRoute&) = delete;
+
+  const Topology& topology() const { return network_.topology(); }
+
+  // Add the stages of out = scale * (sum of in over all ranks).
+  void AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
+                 double scale, int tag);
+
+  // The window, if it alone serves all ranks; else null.
+  SharedWindow* only_window() const;
+  // A single collective in the window. Only if there is one.
+  std::unique_ptr<Collective> MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers, DType dtype,
+                                               double scale, SharedMemoryReduce::Result result);
+  // A single ring among `ranks`, in place.
+  std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
+                                       int tag) {
+    return network_.MakeRing(ranks, data, count, dtype, tag);
+  }
+
+  // The ring, if it alone serves all ranks, of which there are several; else null.
+  Transport* only_ring() const;
+  // An all-gather of equal chunks in that ring; chunk r is of rank r.
+  std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag) {
+    return network_.MakeRing(network_.ring(), data, count, dtype, tag, true);
+  }
+
+ private:
+  void AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype,
+                    int tag);
+  void AddSharedBroadcastStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
+                               DType dtype);
+
+  Network& network_;
+  Counters& counters_;
+  OrderQueue shared_order_;
+};
+
+// The identity of an operation in the window.
+OperationTag OperationTagOf(const std::string& what, std::uint64_t sequence);
+
+}  // namespace hvpipe

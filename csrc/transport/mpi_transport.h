@@ -1,0 +1,43 @@
+// A Transport over an MPI communicator of its own.
+#pragma once
+
+#include <mpi.h>
+
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace hvpipe {
+
+// Threads: one thread at a time, which is the driving thread (see Progress). No lock.
+class MpiTransport : public Transport {
+ public:
+  // Takes ownership of `communicator`, which nobody else may use.
+  explicit MpiTransport(MPI_Comm communicator);
+  MpiTransport(const MpiTransport&) = delete;
+  MpiTransport& operator=(const MpiTransport&) = delete;
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  int RankInJob(int peer) const override { return ranks_in_job_[static_cast<std::size_t>(peer)]; }
+  Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override;
+  Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override;
+  void Poll() override;
+  bool Test(Ticket ticket) override;
+  bool Probe(int peer, int tag) override;
+  void Free() override;
+
+ private:
+  Ticket NewTicket();
+
+  MPI_Comm communicator_;
+  int rank_ = 0;
+  int size_ = 1;
+  std::vector<int> ranks_in_job_;      // by peer
+  std::vector<MPI_Request> requests_;  // by ticket
+  std::vector<char> done_;             // by ticket
+  std::vector<int> completed_;         // scratch memory of Poll
+  std::vector<Ticket> free_;
+};
+
+}  // namespace hvpipe
