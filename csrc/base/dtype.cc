@@ -11,7 +11,7 @@ struct Facts {
 
 // In the order of DType.
 constexpr Facts kFacts[] = {
-    {4, "float32"}, {8, "float64"}, {2, "float16"}, {2, "bfloat16"}, {1, "int8"}, {1, "bool"},
+    {4, "float32"}, {8, "float64"}, {2, "float16"}, {2, "bfloat16"}, {1, "int8"},  {1, "bool"},
     {1, "uint8"},   {2, "uint16"},  {2, "int16"},   {4, "int32"},    {8, "int64"},
 };
 

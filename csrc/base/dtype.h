@@ -5,8 +5,8 @@
 
 namespace hvpipe {
 
-// Gradients and arrays of the engine are of the floating-point types, or of int8 if they are compressed. Calls
-// by name take all types.
+// Gradients and arrays of the engine are of the floating-point types, or of int8 if they are compressed.
+// Calls by name take all types.
 enum class DType : int {
   kFloat32,
   kFloat64,

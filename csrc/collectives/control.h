@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "collectives/collective.h"
 #include "transport/transport.h"
-#include "base/error.h"
 
 namespace hvpipe {
 

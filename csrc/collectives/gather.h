@@ -5,11 +5,11 @@
 #include <string>
 #include <vector>
 
+#include "base/telemetry.h"
 #include "collectives/collective.h"
 #include "collectives/message.h"
 #include "collectives/segments.h"
 #include "transport/transport.h"
-#include "base/telemetry.h"
 
 namespace hvpipe {
 

@@ -5,10 +5,10 @@
 #include <memory>
 #include <string>
 
+#include "base/telemetry.h"
 #include "collectives/collective.h"
 #include "collectives/segments.h"
 #include "transport/transport.h"
-#include "base/telemetry.h"
 
 namespace hvpipe {
 

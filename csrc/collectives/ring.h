@@ -4,13 +4,13 @@
 #include <deque>
 #include <vector>
 
+#include "base/aligned_buffer.h"
+#include "base/dtype.h"
+#include "base/telemetry.h"
 #include "collectives/collective.h"
 #include "collectives/segments.h"
 #include "collectives/send_budget.h"
 #include "transport/transport.h"
-#include "base/aligned_buffer.h"
-#include "base/dtype.h"
-#include "base/telemetry.h"
 
 namespace hvpipe {
 

@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <string>
 
+#include "base/telemetry.h"
 #include "collectives/collective.h"
 #include "transport/shared_window.h"
-#include "base/telemetry.h"
 
 namespace hvpipe {
 

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <utility>
 
-#include "collectives/control.h"
 #include "base/vector_loops.h"
+#include "collectives/control.h"
 
 namespace hvpipe {
 

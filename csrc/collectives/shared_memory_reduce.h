@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <string>
 
+#include "base/dtype.h"
+#include "base/telemetry.h"
 #include "collectives/collective.h"
 #include "collectives/segments.h"
 #include "transport/shared_window.h"
-#include "base/dtype.h"
-#include "base/telemetry.h"
 
 namespace hvpipe {
 

@@ -3,8 +3,8 @@
 #include <optional>
 #include <utility>
 
-#include "engine/gradient_buckets.h"
 #include "base/vector_loops.h"
+#include "engine/gradient_buckets.h"
 
 namespace hvpipe {
 

@@ -4,20 +4,20 @@
 #include <memory>
 #include <string>
 
-#include "progress/agreement.h"
-#include "progress/blocking_calls.h"
-#include "progress/engine_options.h"
-#include "engine/gradient_buckets.h"
-#include "progress/messenger.h"
-#include "progress/network.h"
-#include "progress/progress.h"
-#include "progress/reduce.h"
 #include "base/telemetry.h"
-#include "progress/watchdog.h"
+#include "engine/gradient_buckets.h"
 #include "gpu/device_calls.h"
 #include "gpu/device_messenger.h"
 #include "gpu/rank_device.h"
 #include "named/named_calls.h"
+#include "progress/agreement.h"
+#include "progress/blocking_calls.h"
+#include "progress/engine_options.h"
+#include "progress/messenger.h"
+#include "progress/network.h"
+#include "progress/progress.h"
+#include "progress/reduce.h"
+#include "progress/watchdog.h"
 
 namespace hvpipe {
 

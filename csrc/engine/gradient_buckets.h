@@ -10,15 +10,15 @@
 #include <string>
 #include <vector>
 
-#include "collectives/table_rows.h"
-#include "progress/agreement.h"
 #include "base/aligned_buffer.h"
-#include "collectives/bucket_layout.h"
-#include "progress/progress.h"
-#include "progress/reduce.h"
 #include "base/telemetry.h"
+#include "collectives/bucket_layout.h"
+#include "collectives/table_rows.h"
 #include "gpu/device_buffer.h"
 #include "gpu/rank_device.h"
+#include "progress/agreement.h"
+#include "progress/progress.h"
+#include "progress/reduce.h"
 
 namespace hvpipe {
 

@@ -2,8 +2,8 @@
 #include <atomic>
 #include <utility>
 
-#include "engine/gradient_buckets.h"
 #include "base/vector_loops.h"
+#include "engine/gradient_buckets.h"
 
 namespace hvpipe {
 

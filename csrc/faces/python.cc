@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "base/exit_timer.h"
+#include "base/stack_dump.h"
 #include "progress/mpi_network.h"
 #include "progress/socket_network.h"
-#include "base/stack_dump.h"
 
 namespace hvpipe::python {
 

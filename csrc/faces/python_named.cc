@@ -16,8 +16,8 @@ using named::Response;
 
 // Those of an engine, which they keep alive; without one, those of a rank that is alone.
 std::shared_ptr<NamedCalls> CallsOf(const std::shared_ptr<Engine>& engine, int local_rank, int local_size) {
-  auto calls = engine ? std::shared_ptr<NamedCalls>(engine, &engine->named_calls())
-                      : std::make_shared<NamedCalls>();
+  auto calls =
+      engine ? std::shared_ptr<NamedCalls>(engine, &engine->named_calls()) : std::make_shared<NamedCalls>();
   calls->local_rank = local_rank;
   calls->local_size = local_size;
   return calls;

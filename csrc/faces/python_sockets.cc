@@ -8,12 +8,12 @@
 #include <thread>
 #include <vector>
 
-#include "transport/socket_mesh.h"
-#include "transport/socket_setup.h"
 #include "base/error.h"
 #include "base/event_log.h"
-#include "progress/socket_network.h"
 #include "faces/python.h"
+#include "progress/socket_network.h"
+#include "transport/socket_mesh.h"
+#include "transport/socket_setup.h"
 
 namespace hvpipe::python {
 namespace {

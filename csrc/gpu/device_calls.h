@@ -3,12 +3,12 @@
 
 #include <string>
 
+#include "gpu/device_reduce.h"
+#include "gpu/rank_device.h"
 #include "progress/blocking_calls.h"
 #include "progress/messenger.h"
 #include "progress/progress.h"
 #include "progress/reduce.h"
-#include "gpu/device_reduce.h"
-#include "gpu/rank_device.h"
 
 namespace hvpipe {
 

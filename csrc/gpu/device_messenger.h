@@ -8,12 +8,12 @@
 #include <memory>
 #include <string>
 
-#include "progress/messenger.h"
-#include "progress/network.h"
-#include "progress/progress.h"
 #include "gpu/device_message.h"
 #include "gpu/posted_messages.h"
 #include "gpu/rank_device.h"
+#include "progress/messenger.h"
+#include "progress/network.h"
+#include "progress/progress.h"
 
 namespace hvpipe {
 

@@ -4,10 +4,10 @@
 #include <cstddef>
 #include <functional>
 
-#include "progress/operation.h"
-#include "progress/reduce.h"
 #include "gpu/device_buffer.h"
 #include "gpu/rank_device.h"
+#include "progress/operation.h"
+#include "progress/reduce.h"
 
 namespace hvpipe {
 

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "collectives/collective.h"
-#include "progress/operation.h"
 #include "gpu/device.h"
 #include "gpu/nccl.h"
+#include "progress/operation.h"
 
 namespace hvpipe {
 

@@ -6,13 +6,13 @@
 #include <memory>
 #include <vector>
 
-#include "progress/messenger.h"
-#include "progress/network.h"
-#include "progress/operation.h"
 #include "base/telemetry.h"
 #include "gpu/device_memory.h"
 #include "gpu/nccl.h"
 #include "gpu/rank_device.h"
+#include "progress/messenger.h"
+#include "progress/network.h"
+#include "progress/operation.h"
 
 namespace hvpipe {
 

@@ -4,12 +4,12 @@
 #include <functional>
 #include <memory>
 
-#include "progress/messenger.h"
-#include "progress/network.h"
-#include "progress/operation.h"
 #include "base/telemetry.h"
 #include "gpu/device_message.h"
 #include "gpu/rank_device.h"
+#include "progress/messenger.h"
+#include "progress/network.h"
+#include "progress/operation.h"
 
 namespace hvpipe {
 

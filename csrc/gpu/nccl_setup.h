@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "gpu/rank_device.h"
 #include "progress/blocking_calls.h"
 #include "progress/messenger.h"
 #include "progress/network.h"
-#include "gpu/rank_device.h"
 
 namespace hvpipe {
 

@@ -9,8 +9,8 @@
 #include <optional>
 #include <string>
 
-#include "progress/operation.h"
 #include "gpu/group_reduce.h"
+#include "progress/operation.h"
 
 namespace hvpipe {
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "collectives/control.h"
 #include "base/event_log.h"
+#include "collectives/control.h"
 
 namespace hvpipe {
 

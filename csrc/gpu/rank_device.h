@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "transport/transport.h"
-#include "progress/operation.h"
 #include "gpu/device.h"
 #include "gpu/device_memory.h"
 #include "gpu/nccl.h"
+#include "progress/operation.h"
+#include "transport/transport.h"
 
 namespace hvpipe {
 

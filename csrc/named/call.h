@@ -79,8 +79,8 @@ struct Call {
   std::vector<const void*> inputs;  // by tensor; they stay valid until `done`
   // Return memory for output `index`. Called on the driving thread; may throw.
   std::function<void*(int index, const Shape& shape)> allocate;
-  // Called once, from another thread, without any lock held. Null: success. `response` has the extents and the
-  // number.
+  // Called once, from another thread, without any lock held. Null: success. `response` has the extents and
+  // the number.
   std::function<void(const Error* error, const Response* response)> done;
 };
 

@@ -1,4 +1,5 @@
-// Every call is made of three exchanges: all-to-all, all-gather and broadcast. Reductions compute between them.
+// Every call is made of three exchanges: all-to-all, all-gather and broadcast. Reductions compute between
+// them.
 #include "named/call_stages.h"
 
 #include <algorithm>
@@ -7,8 +8,8 @@
 #include <numeric>
 #include <utility>
 
-#include "collectives/gather.h"
 #include "base/vector_loops.h"
+#include "collectives/gather.h"
 #include "named/numbers.h"
 
 namespace hvpipe::named {
@@ -106,9 +107,8 @@ class Stages {
 };
 
 void Stages::Add(Make make, std::function<void()> compute) {
-  operation_.AddStage([make = std::move(make), compute = std::move(compute), kept = agreed_](const Operation&) {
-    return std::make_unique<ThenCompute>(make(), compute);
-  });
+  operation_.AddStage([make = std::move(make), compute = std::move(compute), kept = agreed_](
+                          const Operation&) { return std::make_unique<ThenCompute>(make(), compute); });
 }
 
 void Stages::AddExchange(std::vector<SentPart> sends, std::vector<ReceivedPart> receives,
@@ -369,7 +369,9 @@ Call ZerosFor(const Request& example, std::vector<std::unique_ptr<char[]>>& memo
     memory.emplace_back(new char[tensor.bytes() + 1]());
     call.inputs.push_back(memory.back().get());
   }
-  call.allocate = [&memory](int index, const Shape&) { return memory[static_cast<std::size_t>(index)].get(); };
+  call.allocate = [&memory](int index, const Shape&) {
+    return memory[static_cast<std::size_t>(index)].get();
+  };
   return call;
 }
 

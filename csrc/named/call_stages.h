@@ -4,9 +4,9 @@
 #include <memory>
 #include <vector>
 
+#include "named/call.h"
 #include "progress/network.h"
 #include "progress/operation.h"
-#include "named/call.h"
 
 namespace hvpipe::named {
 
@@ -31,7 +31,8 @@ struct AgreedCall {
 };
 
 // Append the stages that fill the call's outputs. Takes memory for the outputs at once, and may throw. The
-// operation keeps `agreed` alive as long as messages may use its arrays. `network` is null if this rank is alone.
+// operation keeps `agreed` alive as long as messages may use its arrays. `network` is null if this rank is
+// alone.
 void AddStages(Operation& operation, const std::shared_ptr<AgreedCall>& agreed, Network* network);
 
 // The call of a rank that has joined: the others' all-reduce, to which it adds zeros. The numbers are in

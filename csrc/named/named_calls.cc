@@ -6,8 +6,8 @@
 #include <condition_variable>
 #include <numeric>
 
-#include "collectives/tags.h"
 #include "base/shared_slot.h"
+#include "collectives/tags.h"
 #include "named/call_check.h"
 
 namespace hvpipe::named {
@@ -94,10 +94,11 @@ void NamedCalls::Submit(Call call) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (left_) throw Error("hvpipe has been shut down. Call init() again.", ErrorKind::kUsage);
     if (!in_use_.insert(key).second) {
-      throw Error("A name should be in use once at a time: wait for the first call, or give another name. "
-                  "Received: " +
-                      request.Described() + " named " + request.name + " on rank " + std::to_string(rank_),
-                  ErrorKind::kUsage);
+      throw Error(
+          "A name should be in use once at a time: wait for the first call, or give another name. "
+          "Received: " +
+              request.Described() + " named " + request.name + " on rank " + std::to_string(rank_),
+          ErrorKind::kUsage);
     }
   } catch (const Error& error) {
     return call.done(&error, nullptr);
@@ -278,7 +279,8 @@ bool NamedCalls::Serve(double now_s) {
     moved = !expired.empty();
     Tell(std::move(expired));
   }
-  for (auto held = std::exchange(early_, {}); !held.empty(); held.pop_front()) Handle(std::move(held.front()));
+  for (auto held = std::exchange(early_, {}); !held.empty(); held.pop_front())
+    Handle(std::move(held.front()));
   if (now_s - looked_s_ > kLookS) {
     looked_s_ = now_s;
     TakeLost();
@@ -288,8 +290,8 @@ bool NamedCalls::Serve(double now_s) {
   return moved;
 }
 
-// Seconds by which calls on a process set expire. It stands still while exchanges of this set, or of all ranks,
-// are under way: they may keep a rank from its next call. So it does while the process is stopped.
+// Seconds by which calls on a process set expire. It stands still while exchanges of this set, or of all
+// ranks, are under way: they may keep a rank from its next call. So it does while the process is stopped.
 double NamedCalls::ClockOf(int set) const {
   const auto stopped_s = [this](int of) {
     const auto found = stopped_s_.find(of);
@@ -400,9 +402,10 @@ void NamedCalls::TakeLost() {
     Tell(coordinator_->OnRequest(rank, std::move(leaves), ClockOf(0)));
   }
   if (!coordinator_ && lost_.count(0) > 0 && !pending_.empty()) {
-    throw Error("Rank 0 should begin collectives by name. Received: the end of its connection. Has that rank "
-                "ended, or its network?",
-                ErrorKind::kPeer);
+    throw Error(
+        "Rank 0 should begin collectives by name. Received: the end of its connection. Has that rank "
+        "ended, or its network?",
+        ErrorKind::kPeer);
   }
 }
 

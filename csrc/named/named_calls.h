@@ -14,26 +14,26 @@
 #include <utility>
 #include <vector>
 
+#include "named/call_stages.h"
+#include "named/coordinator.h"
 #include "progress/messenger.h"
 #include "progress/network.h"
 #include "progress/progress.h"
-#include "named/call_stages.h"
-#include "named/coordinator.h"
 
 namespace hvpipe::named {
 
 // Gradients of `data_parallel` do not come here: their buckets are planned once and never negotiated.
 //
-// A call is an operation of Progress. Its first stage tells rank 0 of the call and waits for the answer, which
-// comes when all ranks of the process set have made the call. The other stages are its exchanges. Only rank 0
-// has the coordinator.
+// A call is an operation of Progress. Its first stage tells rank 0 of the call and waits for the answer,
+// which comes when all ranks of the process set have made the call. The other stages are its exchanges. Only
+// rank 0 has the coordinator.
 //
 //   any thread: Submit -> | driving thread: tell rank 0 -> wait for its answer -> exchanges | -> done
 //
 // The data of a call go before buckets (kNamedPriority), because somebody usually waits for it.
 //
-// Threads: any thread may call the public functions; mutex_ guards what they share with the driving thread, and
-// the rest belongs to the driving thread, which calls Serve.
+// Threads: any thread may call the public functions; mutex_ guards what they share with the driving thread,
+// and the rest belongs to the driving thread, which calls Serve.
 class NamedCalls {
  public:
   NamedCalls(Progress& progress, Network& network, Messenger& messenger);
@@ -44,7 +44,8 @@ class NamedCalls {
 
   // Start a call; its `done` tells how it ended. Does not wait for other ranks.
   void Submit(Call call);
-  // Submit and wait; returns the response or throws. `interrupt` is called some 20 times a second and may throw.
+  // Submit and wait; returns the response or throws. `interrupt` is called some 20 times a second and may
+  // throw.
   Response Run(Call call, const Interrupt& interrupt);
   // Make a process set of these ranks and return its number. All ranks call it.
   int AddSet(const std::vector<std::int64_t>& ranks, const Interrupt& interrupt);
@@ -101,13 +102,13 @@ class NamedCalls {
 
   mutable std::mutex mutex_;
   std::map<int, Members> sets_;
-  std::set<Key> in_use_;  // calls of this rank that have not ended
+  std::set<Key> in_use_;                    // calls of this rank that have not ended
   std::map<std::vector<int>, int> groups_;  // made so far, by ranks
   std::atomic<bool> left_{false};
 
   // Of the driving thread; if this rank is alone, guarded by mutex_.
-  std::optional<Coordinator> coordinator_;  // on rank 0
-  bool started_ = false;                    // a call was made here
+  std::optional<Coordinator> coordinator_;           // on rank 0
+  bool started_ = false;                             // a call was made here
   std::map<Key, std::shared_ptr<Pending>> pending_;  // calls of this rank without an answer
   std::deque<Response> early_;                       // for a process set that this rank is still making
   std::map<const Transport*, int> next_tags_;

@@ -218,8 +218,8 @@ void ReducePlain(const Request& request, DType type, const std::vector<const voi
   Scale(out, type, static_cast<std::size_t>(count), request.postscale / by);
 }
 
-// Whether a result in the tensor's own type would depend on numbers between that the type cannot hold: a sum of
-// half types is rounded at each rank, an average of integers wraps before it is divided.
+// Whether a result in the tensor's own type would depend on numbers between that the type cannot hold: a sum
+// of half types is rounded at each rank, an average of integers wraps before it is divided.
 bool NeedsWiderType(const Request& request, DType type) {
   const bool scales = request.prescale != 1 || request.postscale != 1;
   if (!IsFloating(type)) return scales || request.op == ReduceOp::kAverage;

@@ -12,8 +12,8 @@ namespace hvpipe::named {
 // request. `out` may be the first of the parts, and no other.
 //
 // float32 and float64 are scaled before and after a reduction in their own type. Half types are computed in
-// float32 and rounded once. Integers are computed exactly, scaled in float64 and cut off; at the end they wrap
-// round. NaN is the smallest and the largest number, and -0 is smaller than 0.
+// float32 and rounded once. Integers are computed exactly, scaled in float64 and cut off; at the end they
+// wrap round. NaN is the smallest and the largest number, and -0 is smaller than 0.
 void ReduceParts(const Request& request, DType type, const std::vector<const void*>& parts, void* out,
                  std::int64_t count);
 

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <utility>
 
-#include "collectives/tags.h"
 #include "base/vector_loops.h"
+#include "collectives/tags.h"
 
 namespace hvpipe {
 

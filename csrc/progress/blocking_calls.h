@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
+#include "base/turns.h"
 #include "progress/agreement.h"
 #include "progress/messenger.h"
 #include "progress/network.h"
 #include "progress/progress.h"
 #include "progress/reduce.h"
-#include "base/turns.h"
 
 namespace hvpipe {
 

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/message.h"
 #include "base/aligned_buffer.h"
+#include "collectives/message.h"
 #include "progress/network.h"
 #include "progress/progress.h"
 

@@ -7,10 +7,10 @@
 #include <thread>
 #include <utility>
 
-#include "transport/mpi_transport.h"
-#include "collectives/tags.h"
 #include "base/event_log.h"
+#include "collectives/tags.h"
 #include "transport/mpi_error.h"
+#include "transport/mpi_transport.h"
 
 namespace hvpipe {
 namespace {

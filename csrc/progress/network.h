@@ -9,17 +9,17 @@
 #include <optional>
 #include <vector>
 
+#include "base/dtype.h"
+#include "base/telemetry.h"
 #include "collectives/collective.h"
 #include "collectives/control.h"
 #include "collectives/gather.h"
 #include "collectives/message.h"
 #include "collectives/send_budget.h"
+#include "progress/engine_options.h"
 #include "transport/shared_window.h"
 #include "transport/text_messages.h"
 #include "transport/transport.h"
-#include "base/dtype.h"
-#include "progress/engine_options.h"
-#include "base/telemetry.h"
 
 namespace hvpipe {
 
@@ -31,8 +31,8 @@ struct Topology {
   int first_on_host = 0;  // the first rank on this host
 };
 
-// Makes the collectives of one rank, and owns what they communicate through. progress/reduce.h has the route of
-// all-reduces of all ranks.
+// Makes the collectives of one rank, and owns what they communicate through. progress/reduce.h has the route
+// of all-reduces of all ranks.
 //
 // Threads: made and freed by the caller of Engine. Any thread may make a collective. Only the driving thread
 // steps it, and only the driving thread calls BeginPass and uses transports and windows. So there is no lock,
@@ -70,7 +70,8 @@ class Network {
   std::unique_ptr<Collective> MakeGather(const void* in, void* out, const std::vector<std::size_t>& bytes,
                                          std::optional<int> root, int tag);
   // From `root`, a peer of the transport, to all others.
-  std::unique_ptr<Collective> MakeBroadcast(Transport& ranks, void* data, std::size_t bytes, int root, int tag);
+  std::unique_ptr<Collective> MakeBroadcast(Transport& ranks, void* data, std::size_t bytes, int root,
+                                            int tag);
   std::unique_ptr<Collective> MakeExchange(Transport& ranks, const std::vector<SentPart>& sends,
                                            const std::vector<ReceivedPart>& receives, int tag);
   // All-gathers and broadcasts of all ranks that call in one order.
@@ -91,8 +92,8 @@ class Network {
   // For the watchdog.
   TextMessages& texts() const { return *texts_; }
 
-  // For calls by name: between all ranks, what they tell the coordinator, and the ranks that have ended as far
-  // as the network can see that. For the driving thread.
+  // For calls by name: between all ranks, what they tell the coordinator, and the ranks that have ended as
+  // far as the network can see that. For the driving thread.
   Transport& named() const { return *named_; }
   TextMessages& requests() const { return *requests_; }
   virtual std::vector<int> Lost() { return {}; }

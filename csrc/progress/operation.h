@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/collective.h"
 #include "base/error.h"
+#include "collectives/collective.h"
 
 namespace hvpipe {
 
@@ -57,7 +57,7 @@ class Operation {
   const char* traced = nullptr;  // trace category of its running time; null: not traced
   bool of_all_ranks = true;      // every rank enqueues it, so its sequence number is the same on all ranks
   double limit_s = 0;            // of a wait without progress; 0: the engine's
-  std::deque<Stage> stages;  // a stage may append others while it is made
+  std::deque<Stage> stages;      // a stage may append others while it is made
   // Runs on the driving thread after the last stage. An exception from it fails the engine.
   std::function<void(Operation&)> check;
   Done finished;

@@ -14,9 +14,9 @@
 #include <thread>
 #include <vector>
 
-#include "transport/mpi_error.h"
-#include "progress/operation.h"
 #include "base/telemetry.h"
+#include "progress/operation.h"
+#include "transport/mpi_error.h"
 
 namespace hvpipe {
 

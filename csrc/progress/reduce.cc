@@ -4,9 +4,9 @@
 #include <cstring>
 #include <utility>
 
+#include "base/vector_loops.h"
 #include "collectives/control.h"
 #include "collectives/shared_memory_broadcast.h"
-#include "base/vector_loops.h"
 
 namespace hvpipe {
 

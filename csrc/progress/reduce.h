@@ -6,10 +6,10 @@
 #include <memory>
 #include <string>
 
+#include "base/telemetry.h"
 #include "collectives/shared_memory_reduce.h"
 #include "progress/network.h"
 #include "progress/operation.h"
-#include "base/telemetry.h"
 
 namespace hvpipe {
 

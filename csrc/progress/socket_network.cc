@@ -7,8 +7,8 @@
 #include <set>
 #include <thread>
 
-#include "collectives/tags.h"
 #include "base/event_log.h"
+#include "collectives/tags.h"
 
 namespace hvpipe {
 namespace {

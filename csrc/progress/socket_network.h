@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "transport/socket_mesh.h"
 #include "progress/network.h"
+#include "transport/socket_mesh.h"
 
 namespace hvpipe {
 

@@ -10,10 +10,10 @@
 #include <thread>
 #include <vector>
 
-#include "transport/text_messages.h"
 #include "base/error.h"
-#include "progress/operation.h"
 #include "base/telemetry.h"
+#include "progress/operation.h"
+#include "transport/text_messages.h"
 
 namespace hvpipe {
 
