@@ -24,7 +24,7 @@ MAKEFLAGS += --no-print-directory
 DEFAULT_TF := $(shell sed -n 's/^tensorflow==//p' constraints.txt)
 OTHER_TF := 2.18.1
 TF ?= $(DEFAULT_TF)
-OLDEST_KERAS := $(shell sed -n 's/^OLDEST_KERAS = "\(.*\)"/\1/p' hvpipe/comm/versions.py)
+OLDEST_KERAS := $(shell sed -n 's/^OLDEST_KERAS = "\(.*\)"/\1/p' hvpipe/world/versions.py)
 PYTHON ?=
 RANKS ?= 2
 ARGS ?=
@@ -161,7 +161,7 @@ races: setup
 sanitize: export AGAIN := 1
 sanitize: setup
 	@$(TIMED) "engine from many threads under ThreadSanitizer, 2 and 4 ranks" $(UNLESS_PASSED) races .ci/sanitize.sh $(VENV) thread
-	@$(TIMED) "tests/mpi/comm under AddressSanitizer and UBSan, 2 ranks" $(UNLESS_PASSED) races .ci/sanitize.sh $(VENV) address
+	@$(TIMED) "tests/mpi/engine under AddressSanitizer and UBSan, 2 ranks" $(UNLESS_PASSED) races .ci/sanitize.sh $(VENV) address
 
 # Not part of `test`. Readers of files get some 10 minutes each.
 FUZZED := tests/test_file_readers.py tests/checkpoints/test_malformed.py tests/blackbox/test_blackbox.py \

@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # CI adds the Python that it finds, with the oldest and the newest TensorFlow.
 ROWS=(3.10-2.18.1 3.10-2.21.0 3.11-2.19.1 3.12-2.20.0 3.13-2.21.0)
-oldest_keras=$(sed -n 's/^OLDEST_KERAS = "\(.*\)"/\1/p' hvpipe/comm/versions.py)
+oldest_keras=$(sed -n 's/^OLDEST_KERAS = "\(.*\)"/\1/p' hvpipe/world/versions.py)
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }

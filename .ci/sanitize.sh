@@ -3,14 +3,14 @@
 #
 # thread: ThreadSanitizer, under tests/support/native/engine_driver.cc on 2 and 4 ranks; CASES are its modes.
 # address: AddressSanitizer and UBSan, under this driver on 4 ranks, and the Python tests CASES on 2 ranks, usually
-# all of tests/mpi/comm; no Python tests if CASES is "driver". Exits with 77 if there are no sanitizers here.
+# all of tests/mpi/engine; no Python tests if CASES is "driver". Exits with 77 if there are no sanitizers here.
 set -euo pipefail
 unset MAKEFLAGS  # ninja cannot use the job server of make -j2
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$PWD/$1 kind=$2
 shift 2
 cases=("$@")
-if [ $# = 0 ]; then [ "$kind" = thread ] && cases=(memory ring hosts tcp) || cases=(tests/mpi/comm); fi
+if [ $# = 0 ]; then [ "$kind" = thread ] && cases=(memory ring hosts tcp) || cases=(tests/mpi/engine); fi
 export PATH=$venv/bin:$PATH
 . .ci/ccache.sh
 build=build/sanitize-$kind
@@ -86,6 +86,6 @@ else
         python -u -m pytest -v -x -p no:cacheprovider --color=no "${cases[@]}" >>"$build/log" 2>&1 || fail
     # Only a ring gathers the rows of tables.
     ranks 3 env LD_PRELOAD="$libraries" LD_LIBRARY_PATH="$PWD/$build" HVPIPE_SHARED_MEMORY=0 \
-        python -u -m pytest -v -x -p no:cacheprovider --color=no tests/mpi/comm/test_buckets.py >>"$build/log" 2>&1 || fail
+        python -u -m pytest -v -x -p no:cacheprovider --color=no tests/mpi/engine/test_buckets.py >>"$build/log" 2>&1 || fail
 fi
 ! compgen -G "$build/report*" >/dev/null || fail

@@ -45,14 +45,14 @@ BUILD = ("csrc", "CMakeLists.txt", "pyproject.toml", "constraints.txt", ".ci/set
 TESTS = ("tests/support", "tests/conftest.py")
 STEPS = {
     "races": Inputs(("csrc", "tests/support/native", ".ci/sanitize.sh", ".ci/ccache.sh")),
-    # Only hvpipe/comm/ and csrc/ call MPI (tests/test_layers.py), and most of the rest starts ranks.
+    # Only hvpipe/world/ and csrc/ call MPI (tests/test_layers.py), and most of the rest starts ranks.
     "mpich": Inputs(
         (
             *BUILD,
             *TESTS,
             ".ci/mpich.sh",
             "hvpipe",
-            "tests/mpi/comm",
+            "tests/mpi/engine",
             "tests/test_mpi.py",
             "examples/train.py",
         ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hvpipe.comm.horovod_arguments import check_other_arguments
+from hvpipe.environment.horovod_arguments import check_other_arguments
 from hvpipe.session import current
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hvpipe.comm.engine import Compression, Op
+    from hvpipe.engine.engine import Compression, Op
 
 __all__ = ["allgather", "allgather_object", "allreduce", "barrier", "broadcast", "broadcast_object"]
 

@@ -14,31 +14,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, in_one_line, tell_end_of_rank
-from hvpipe.comm.discover import discover
-from hvpipe.comm.flight_record import (
+from hvpipe.engine.rank_gpu import may_have_gpu
+from hvpipe.environment.discover import discover
+from hvpipe.environment.job_folder import tell_end, tell_joined
+from hvpipe.environment.native import LeftToParent, import_native
+from hvpipe.environment.settings import Settings, job_name, strange_job_folder
+from hvpipe.environment.settings import settings as read_settings
+from hvpipe.errors import HvpipeError, MismatchError, name_lost
+from hvpipe.failures.abort_on_error import abort_on_uncaught_errors, in_one_line, tell_end_of_rank
+from hvpipe.failures.flight_record import (
     end_record,
     flight_path,
     flight_path_without_lost,
     keep_record,
     tell_recorder,
 )
-from hvpipe.comm.job_folder import tell_end, tell_joined
-from hvpipe.comm.native import LeftToParent, import_native
-from hvpipe.comm.noted_exit import exit_call
-from hvpipe.comm.open import open_world
-from hvpipe.comm.rank_gpu import may_have_gpu
-from hvpipe.comm.settings import Settings, job_name, strange_job_folder
-from hvpipe.comm.settings import settings as read_settings
-from hvpipe.comm.world import World
-from hvpipe.errors import HvpipeError, MismatchError, name_lost
+from hvpipe.failures.noted_exit import exit_call
 from hvpipe.log import logger, set_log_level
 from hvpipe.monitor.core_binding import log_placement
+from hvpipe.world.open import open_world
+from hvpipe.world.world import World
 
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from hvpipe.comm.engine import Engine
+    from hvpipe.engine.engine import Engine
     from hvpipe.monitor.status_reporter import StatusReporter, TrainingProgress
     from hvpipe.monitor.utilization import Sampler
 
@@ -91,7 +91,7 @@ class Session:
     """One joined world with its engine, its clocks and the run's records. `close` ends it."""
 
     def __init__(self, settings: Settings) -> None:
-        from hvpipe.comm.engine import Engine
+        from hvpipe.engine.engine import Engine
 
         launch = discover()
         self.world: World = open_world(launch, settings)
@@ -195,7 +195,7 @@ class Session:
         Returns:
             What changed.
         """
-        from hvpipe.comm.mpi import MpiWorld
+        from hvpipe.world.mpi import MpiWorld
 
         before = self.world
         assert isinstance(before, MpiWorld)
@@ -237,7 +237,7 @@ class Session:
         return self.lost is not None
 
     def _watch(self) -> None:
-        from hvpipe.comm.mpi import MpiWorld
+        from hvpipe.world.mpi import MpiWorld
 
         if not isinstance(self.world, MpiWorld):
             raise HvpipeError(

@@ -36,8 +36,8 @@ BLOCKED = ("horovod", "keras", "mpi4py", "tensorflow")
 IMPORTERS = (
     "bench.faults",
     "distributed",
-    "hvpipe.comm.engine",
-    "hvpipe.comm.tcp",
+    "hvpipe.engine.engine",
+    "hvpipe.world.tcp",
     "hvpipe.keras",
     "hvpipe.session",
     "native_build",

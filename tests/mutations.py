@@ -28,7 +28,11 @@ from distributed import mpirun_command, run  # noqa: E402
 
 LIMIT_S = 900.0
 ALONE = 0
-COMM, DATA_PARALLEL, PIPELINE = "tests/mpi/comm", "tests/mpi/keras/data_parallel", "tests/mpi/keras/pipeline"
+ENGINE, DATA_PARALLEL, PIPELINE = (
+    "tests/mpi/engine",
+    "tests/mpi/keras/data_parallel",
+    "tests/mpi/keras/pipeline",
+)
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,11 @@ PLANNING = (
     Mutation(
         "comm: HVPIPE_TIMEOUT is ignored",
         *(
-            "hvpipe/comm",
+            "hvpipe/environment",
             'timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s)',
             "timeout_s=default.timeout_s",
         ),
-        ("tests/comm/test_settings.py",),
+        ("tests/environment/test_settings.py",),
     ),
 )
 
@@ -242,21 +246,21 @@ ENGINE = (
             "      AddInto(buffer_ + segment.first * element, receive.scratch, dtype_, segment.count);",
             "",
         ),
-        (f"{COMM}/test_all_reduce.py",),
+        (f"{ENGINE}/test_all_reduce.py",),
         ranks=2,
         env=RING,
     ),
     Mutation(
         "ring: chunks are sent in the order of another rank",
         *("csrc", "(rank + 2 * ranks_ - step) % ranks_", "(rank + 2 * ranks_ + step) % ranks_"),
-        (f"{COMM}/test_all_reduce.py",),
+        (f"{ENGINE}/test_all_reduce.py",),
         ranks=3,
         env=RING,
     ),
     Mutation(
         "shared memory: the third rank's terms are left out",
         *("csrc", "dst[i] = (a[i] + b[i]) + c[i];", "dst[i] = a[i] + b[i];"),
-        (f"{COMM}/test_all_reduce.py",),
+        (f"{ENGINE}/test_all_reduce.py",),
         ranks=3,
     ),
     Mutation(
@@ -266,26 +270,26 @@ ENGINE = (
             "!shared_.AllRead(at - shared_.slots() + 1)) break;\n    const Range chunk = Chunk(written_);",
             "false) break;\n    const Range chunk = Chunk(written_);",
         ),
-        (f"{COMM}/test_all_reduce.py", f"{COMM}/test_buckets.py"),
+        (f"{ENGINE}/test_all_reduce.py", f"{ENGINE}/test_buckets.py"),
         ranks=3,
     ),
     Mutation(
         "progress: what is needed last goes first",
         *("csrc", "? a->priority < b->priority", "? a->priority > b->priority"),
-        (f"{COMM}/test_buckets.py",),
+        (f"{ENGINE}/test_buckets.py",),
         ranks=2,
         env=RING,
     ),
     Mutation(
         "progress: an operation that is ready is forgotten",
         *("csrc", "if (ready) newly_ready_.push_back(operation);", ""),
-        (f"{COMM}/test_messages.py",),
+        (f"{ENGINE}/test_messages.py",),
         ranks=2,
     ),
     Mutation(
         "tables: a row is cleared after it was unpacked",
         *("csrc", "next = row + 1;", "next = row;"),
-        (f"{COMM}/test_buckets.py",),
+        (f"{ENGINE}/test_buckets.py",),
         ranks=2,
     ),
     Mutation(
@@ -295,7 +299,7 @@ ENGINE = (
             "transport_.Irecv(data_ + segment.first, segment.count, options_.peer",
             "transport_.Irecv(data_, segment.count, options_.peer",
         ),
-        (f"{COMM}/test_messages.py",),
+        (f"{ENGINE}/test_messages.py",),
         ranks=2,
     ),
     Mutation(
@@ -305,14 +309,14 @@ ENGINE = (
             "ScaleAndCast(first + own_[place] * row_bytes, type, Row(place), wire_, elements_, scale)",
             "ScaleAndCast(first + own_[place] * row_bytes, type, Row(place), wire_, elements_, 1.0)",
         ),
-        (f"{COMM}/test_buckets.py",),
+        (f"{ENGINE}/test_buckets.py",),
         ranks=2,
     ),
 )
 
 
-ORDER, MESSAGES = f"{COMM}/test_device_order.py", f"{COMM}/test_device_messages.py"
-BUCKETS, FAILURES = f"{COMM}/test_device.py", f"{COMM}/test_device_errors.py"
+ORDER, MESSAGES = f"{ENGINE}/test_device_order.py", f"{ENGINE}/test_device_messages.py"
+BUCKETS, FAILURES = f"{ENGINE}/test_device.py", f"{ENGINE}/test_device_errors.py"
 
 
 def on_device(name: str, fragment: str, replacement: str, *tests: str, ranks: int = 2) -> Mutation:

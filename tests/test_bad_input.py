@@ -1,6 +1,6 @@
 """A failure on one rank ends all ranks soon, with that rank's error. Each case is a job of its own.
 
-Errors that a program can catch are in mpi/comm/test_engine_errors.py and
+Errors that a program can catch are in mpi/engine/test_engine_errors.py and
 mpi/keras/data_parallel/test_bad_input.py.
 
 MPI worlds that do not open are in comm/test_mpi.py; more ranks than slots are in commands/test_run.py.
@@ -185,11 +185,11 @@ KILLED = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
 ENDED = r"PeerError: The process of rank 1 on \S+ \(pid \d+\) has ended"
 IN_INIT = """
 import os, signal
-import hvpipe.comm.mpi
-def limited(world, what, usual=hvpipe.comm.mpi.MpiWorld._limited):
+import hvpipe.world.mpi
+def limited(world, what, usual=hvpipe.world.mpi.MpiWorld._limited):
     if world.rank == 1 and what.endswith(WHERE): os.kill(os.getpid(), signal.SIGKILL)
     return usual(world, what)
-hvpipe.comm.mpi.MpiWorld._limited = limited
+hvpipe.world.mpi.MpiWorld._limited = limited
 """
 
 
@@ -531,7 +531,7 @@ def test_the_source_folder_before_an_hvpipe_that_is_installed(tmp_path: Path) ->
         tmp_path,
         "import sys\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
-        "from hvpipe.comm.native import import_native\n"
+        "from hvpipe.environment.native import import_native\n"
         "import_native()\n",
     )
     result = launch(ALONE, [script], limit_s=LIMIT_S)

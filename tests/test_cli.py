@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvpipe import cli
-from hvpipe.comm.native import BuildInfo
 from hvpipe.commands import launch_options, mpirun
 from hvpipe.commands.horovodrun_flags import WITHOUT_EFFECT
 from hvpipe.commands.mpirun import Mpirun
+from hvpipe.environment.native import BuildInfo
 from hvpipe.monitor import core_binding
 from hvpipe.specs.cluster import equal_cluster
 from hvpipe.trace.events import Event, Trace

@@ -27,10 +27,13 @@ LAYERS = (
     ("schedule",),
     ("forecast",),
     ("search", "plan.__init__"),
-    ("comm",),
+    ("environment",),
+    ("world",),
+    ("engine",),
+    ("failures",),
     ("monitor", "run_outputs", "session", "collectives"),
     ("keras.compat", "keras.ops", "keras.gpu"),
-    ("keras.graph", "keras", "keras.collectives"),
+    ("keras.graph", "keras", "keras.named"),
     ("keras.profiling", "keras.data_parallel"),
     ("keras.pipeline", "keras.checkpoint"),
     ("keras.profiling.action_time", "keras.profiling.cluster", "keras.profiling.ranks", "keras.__init__"),
@@ -42,15 +45,15 @@ LAYERS = (
 PLACES = {
     "keras": "keras/",
     "matplotlib": "trace/chart.py",
-    "mpi4py": "comm/mpi.py",
-    "psutil": "comm/this_host.py",
+    "mpi4py": "world/mpi.py",
+    "psutil": "environment/this_host.py",
     "pynvml": "monitor/nvml.py",
     "tensorflow": "keras/",
 }
 # Any module may import these.
 ANYWHERE = {"numpy"}
 
-READ_THE_ENVIRONMENT = {"comm/discover.py", "comm/settings.py", "cli.py"}
+READ_THE_ENVIRONMENT = {"environment/discover.py", "environment/settings.py", "cli.py"}
 
 
 @cache
@@ -73,7 +76,7 @@ def every_path() -> list[Path]:
 
 
 def module_of(file: str) -> str:
-    """Return a file's module name: hvpipe.comm.mpi for comm/mpi.py, hvpipe.comm for comm/__init__.py."""
+    """Return a file's module name: hvpipe.world.mpi for world/mpi.py, hvpipe.world for world/__init__.py."""
     return ".".join(["hvpipe", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
 
 

@@ -55,7 +55,7 @@ OTHER_KERAS = tuple(
     if (name := path.relative_to(HERE).as_posix()) not in (*PIPELINES, *ONE_PROCESS)
 )
 EVERY_KERAS = (*OTHER_KERAS, *PIPELINES)
-# The sums of gradients, which data parallel cases test too, are the engine's: mpi/comm runs on 3 and 4 ranks.
+# The sums of gradients, which data parallel cases test too, are the engine's: it runs on 3 and 4 ranks.
 # Three ranks prove what two cannot: shares that are no halves, several others, replicas of unequal numbers.
 ON_THREE = (
     f"{DATA_PARALLEL}/test_exact.py::test_step_gives_the_bits_of_none[momentum]",
@@ -97,21 +97,21 @@ OF_ANY_SIZE = (
     *(name for name in OTHER_KERAS if not name.startswith(f"{KERAS}/collectives/")),
     *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "device")),
 )
-COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
+COLLECTIVES = tuple(f"mpi/engine/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
 # These cases mostly wait for deadlines, so not every suite runs them.
-ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
+ERRORS = ("mpi/engine/test_device_errors.py", "mpi/engine/test_engine_errors.py")
 WITHOUT_ERRORS = tuple(
     name
-    for path in sorted((HERE / "mpi" / "comm").glob("test_*.py"))
+    for path in sorted((HERE / "mpi" / "engine").glob("test_*.py"))
     if (name := path.relative_to(HERE).as_posix()) not in ERRORS
 )
 # Arrays on devices: NCCL carries them, or they pass through the host by the transports of NumPy's arrays. So
 # three ranks of one host and four of two hosts suffice.
 DEVICES = tuple(
-    path.relative_to(HERE).as_posix() for path in sorted((HERE / "mpi" / "comm").glob("test_device*.py"))
+    path.relative_to(HERE).as_posix() for path in sorted((HERE / "mpi" / "engine").glob("test_device*.py"))
 )
 WITHOUT_DEVICES = tuple(name for name in WITHOUT_ERRORS if name not in DEVICES)
-NO_DEVICES = (*WITHOUT_DEVICES, "mpi/comm/test_engine_errors.py")
+NO_DEVICES = (*WITHOUT_DEVICES, "mpi/engine/test_engine_errors.py")
 EAGER = "every_size and not in_graph"
 OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
@@ -131,19 +131,19 @@ UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
 # the next two, and so on: so the longest are not in one pair.
 SUITES = (
     Suite("keras", OTHER_THAN_BITS, (2,), 3000.0, UNOPTIMIZED),
-    Suite("comm ring", NO_DEVICES, (2,), env=RING),
+    Suite("engine ring", NO_DEVICES, (2,), env=RING),
     Suite("pipelines", PIPELINES, (2,), 1800.0, UNOPTIMIZED),
-    Suite("comm", ("mpi/comm",), (3,)),
+    Suite("engine", ("mpi/engine",), (3,)),
     Suite("keras bits", OF_BITS, (2,), 1800.0),
     # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.
     Suite("keras hosts", ON_THREE, (3,), 1800.0, {**TWO_TO_A_HOST, **UNOPTIMIZED}),
     Suite("keras", ON_FOUR, (4,), 1800.0, UNOPTIMIZED, only="every_size and not three_suffice"),
     Suite("keras", (*ON_ONE, *ONE_PROCESS), (ALONE,)),
-    Suite("comm", NO_DEVICES, (ALONE, 1)),
-    Suite("comm", WITHOUT_DEVICES, (2, 4)),
-    Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
+    Suite("engine", NO_DEVICES, (ALONE, 1)),
+    Suite("engine", WITHOUT_DEVICES, (2, 4)),
+    Suite("engine hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
     # As between hosts with Ethernet, and under `horovodrun --gloo`.
-    Suite("comm over tcp", NO_DEVICES, (3,), env={**OVER_TCP, **TWO_TO_A_HOST}),
+    Suite("engine over tcp", NO_DEVICES, (3,), env={**OVER_TCP, **TWO_TO_A_HOST}),
     Suite(
         "collectives over tcp",
         (f"{KERAS}/collectives",),
@@ -152,13 +152,13 @@ SUITES = (
         only=EAGER,
     ),
     # Every message travels in many pieces.
-    Suite("comm tiny pieces", COLLECTIVES, (2,), env={**TWO_TO_A_HOST, **TINY}),
+    Suite("engine tiny pieces", COLLECTIVES, (2,), env={**TWO_TO_A_HOST, **TINY}),
     # Three ranks prove these on another MPI than the rest: `make mpich`.
     Suite("mpich hosts", WITHOUT_DEVICES, (3,), env=TWO_TO_A_HOST, part_of="mpich"),
     Suite("mpich ring", WITHOUT_DEVICES, (3,), env=RING, part_of="mpich"),
     Suite("mpich tiny pieces", COLLECTIVES, (3,), env={**TWO_TO_A_HOST, **TINY}, part_of="mpich"),
     Suite("quick", EVERY_KERAS, (2,), only="quick", part_of="quick"),
-    Suite("quick comm", COLLECTIVES, (2,), part_of="quick"),
+    Suite("quick engine", COLLECTIVES, (2,), part_of="quick"),
     Suite(
         *("every size", OF_ANY_SIZE, (3,), 1800.0, {**TWO_TO_A_HOST, **UNOPTIMIZED}),
         only="every_size",

@@ -22,18 +22,18 @@ from hvpipe.atomic_file import atomic_file, target_of
 from hvpipe.blackbox import story
 from hvpipe.checkpoints import folder as checkpoints
 from hvpipe.checkpoints.files import FileRecord, UnreadableError, damage
-from hvpipe.comm import job_folder
-from hvpipe.comm.flight_record import flight_path
-from hvpipe.comm.settings import Settings, strange_job_folder
-from hvpipe.comm.settings import job_folder as job_folder_of
-from hvpipe.comm.world import SingleWorld
 from hvpipe.commands import join, launch_options, rank_output
+from hvpipe.environment import job_folder
+from hvpipe.environment.settings import Settings, strange_job_folder
+from hvpipe.environment.settings import job_folder as job_folder_of
 from hvpipe.errors import HvpipeError, LaunchError
+from hvpipe.failures.flight_record import flight_path
 from hvpipe.monitor import status_files
 from hvpipe.own_folder import make_own, open_plain, read_own, read_plain, user_on
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.pipedream import read_graph
 from hvpipe.trace.events import Trace
+from hvpipe.world.world import SingleWorld
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make what another user owns")
@@ -221,8 +221,8 @@ def test_live_status_is_not_written_through_links(
 def test_recorders_and_outputs_are_not_written_through_links(
     shared: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvpipe.comm.flight_record.time.strftime", lambda _: "now")
-    monkeypatch.setattr("hvpipe.comm.flight_record.secrets.token_hex", lambda _: "known")
+    monkeypatch.setattr("hvpipe.failures.flight_record.time.strftime", lambda _: "now")
+    monkeypatch.setattr("hvpipe.failures.flight_record.secrets.token_hex", lambda _: "known")
     strange = laid(shared / "now-known", victim, "rank-0.flight")
     settings = Settings(flight_folder=str(shared))
     with pytest.raises(HvpipeError, match=f"every rank can write.*{strange} belongs to nobody"):

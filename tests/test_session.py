@@ -13,11 +13,11 @@ import pytest
 
 import hvpipe
 from distributed import launch
-from hvpipe.comm.engine import Engine
-from hvpipe.comm.mpi import MpiWorld
-from hvpipe.comm.settings import Settings
+from hvpipe.engine.engine import Engine
+from hvpipe.environment.settings import Settings
 from hvpipe.errors import PeerError
 from hvpipe.session import Session
+from hvpipe.world.mpi import MpiWorld
 
 UNEQUAL = """
 import os
@@ -26,7 +26,7 @@ from dataclasses import asdict
 import numpy as np
 
 import hvpipe
-from hvpipe.comm.settings import Settings
+from hvpipe.environment.settings import Settings
 from hvpipe.session import current
 
 OWN = {

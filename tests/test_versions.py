@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hvpipe.comm.versions import NEWEST_KERAS, OLDEST_KERAS
+from hvpipe.world.versions import NEWEST_KERAS, OLDEST_KERAS
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()

@@ -20,7 +20,7 @@ import psutil
 from bench.launch.processes import started
 from hvpipe.checkpoints.folder import complete
 from hvpipe.checkpoints.manifest import read_manifest
-from hvpipe.comm.job_folder import STOPPED
+from hvpipe.environment.job_folder import STOPPED
 
 RANKS = 4
 _HANG_S = 240.0  # without the end of an epoch

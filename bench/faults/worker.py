@@ -24,10 +24,10 @@ from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest, Position
 from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
-from hvpipe.comm import tcp_setup
-from hvpipe.comm.discover import discover
+from hvpipe.environment.discover import discover
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
+from hvpipe.world import tcp_setup
 
 SHAPES = ((300, 200), (200,), (400, 150), (150,))
 EVERY = 2  # steps between two checkpoints

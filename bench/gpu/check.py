@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.launch import processes
-from hvpipe.comm.rank_gpu import find_nccl
+from hvpipe.engine.rank_gpu import find_nccl
 from hvpipe.monitor.gpu_meter import GpuMeter
 from hvpipe.monitor.nvml import NvmlMissing
 
@@ -69,7 +69,7 @@ def nccl_version(named: str) -> int:
 
 def one_rank(nccl: str, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
     """Return a row for each part of one_rank_driver.cc: streams, and every call of this NCCL."""
-    where = "from hvpipe.comm.native import native_directory; print(native_directory())"
+    where = "from hvpipe.environment.native import native_directory; print(native_directory())"
     found = subprocess.run([sys.executable, "-c", where], cwd=REPOSITORY, capture_output=True, text=True)
     native = found.stdout.strip()
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from bench.gpu.measure import MeasuredBucket, Measurement
 from bench.gpu.rows import Rows
 from bench.gpu.sizes import SMALL, Sizes
 from bench.gpu.verify import Verification
-from hvpipe.comm.engine import Engine
+from hvpipe.engine.engine import Engine
 from hvpipe.errors import DeadlineError
 from hvpipe.session import current
 

@@ -12,7 +12,7 @@ import numpy as np
 import hvpipe
 from bench.gpu.rows import Rows
 from bench.gpu.sizes import Sizes
-from hvpipe.comm.engine import Compression, Engine
+from hvpipe.engine.engine import Compression, Engine
 from hvpipe.monitor.utilization import Sampler, SamplerOptions
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current

@@ -9,7 +9,7 @@ import numpy as np
 import hvpipe
 from bench.gpu.rows import Numbers, Rows
 from bench.gpu.sizes import Sizes
-from hvpipe.comm.engine import Engine
+from hvpipe.engine.engine import Engine
 from hvpipe.plan.buckets import WIRE_DTYPE, Gradient, plan_buckets
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from hvpipe import __version__
-from hvpipe.comm.this_host import cpu_name
+from hvpipe.environment.this_host import cpu_name
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.hosts.hosts import Hosts, ThisHost
 from bench.hosts.real_hosts import RealHosts
-from hvpipe.comm.discover import discover
+from hvpipe.environment.discover import discover
 
 _ROOT = Path(__file__).parents[2]
 

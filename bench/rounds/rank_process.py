@@ -33,7 +33,7 @@ def _run(directory: Path, rank: int | None) -> None:
     what: dict[str, Any] = json.loads((directory / "job.json").read_text())
     os.environ.update(what["environment"])
     if rank is None:
-        from hvpipe.comm.discover import discover
+        from hvpipe.environment.discover import discover
 
         launch = discover()
         rank, local_rank_and_size = launch.rank or 0, (launch.local_rank or 0, launch.local_size or 1)

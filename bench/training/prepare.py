@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from hvpipe.comm.rank_gpu import assign_gpu
+from hvpipe.engine.rank_gpu import assign_gpu
 
 
 def prepare_tensorflow(threads: int) -> Any:

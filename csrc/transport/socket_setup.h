@@ -1,4 +1,4 @@
-// The TCP connections between all ranks, as hvpipe/comm/tcp_setup.py has made them.
+// The TCP connections between all ranks, as hvpipe/world/tcp_setup.py has made them.
 #pragma once
 
 #include <vector>

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from hvpipe.comm.discover import tcp_interfaces
-from hvpipe.comm.ethernet import fast_network, usable
-from hvpipe.comm.native import (
+from hvpipe.commands import mpirun
+from hvpipe.engine.rank_gpu import find_nccl
+from hvpipe.environment.discover import tcp_interfaces
+from hvpipe.environment.native import (
     REBUILD,
     BuildInfo,
     library_folder,
@@ -23,13 +24,12 @@ from hvpipe.comm.native import (
     read_build_info,
     tensorflow_fits,
 )
-from hvpipe.comm.rank_gpu import find_nccl
-from hvpipe.comm.this_host import interfaces
-from hvpipe.comm.versions import OLDEST_KERAS, is_older
-from hvpipe.commands import mpirun
+from hvpipe.environment.this_host import interfaces
 from hvpipe.errors import LaunchError
 from hvpipe.monitor import core_binding
 from hvpipe.monitor.nvml import Nvml, NvmlMissing
+from hvpipe.world.ethernet import fast_network, usable
+from hvpipe.world.versions import OLDEST_KERAS, is_older
 
 State = Literal["ok", "absent", "problem"]
 
@@ -251,13 +251,13 @@ def _network(environ: Mapping[str, str]) -> Finding:
 
 # These run in a separate process, because an unsuitable MPI may end the process that loads it.
 _COUNT_GPUS = """
-from hvpipe.comm.native import cuda_library, import_native
+from hvpipe.environment.native import cuda_library, import_native
 print(import_native().count_devices(str(cuda_library())))
 """
 _LOAD = """
-from hvpipe.comm.mpi import library_version
+from hvpipe.world.mpi import library_version
 print(library_version(), flush=True)
-from hvpipe.comm.native import import_native
+from hvpipe.environment.native import import_native
 import_native()
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hvpipe.comm.settings import LR_SCALINGS
+from hvpipe.environment.settings import LR_SCALINGS
 from hvpipe.errors import LaunchError
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvpipe.comm.horovod_variables import hvpipe_variables
+from hvpipe.environment.horovod_variables import hvpipe_variables
 from hvpipe.errors import LaunchError
 
 # They tune what hvpipe does not have: negotiation between ranks, an autotuner, Gloo. By number of values.
@@ -122,7 +122,7 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
             "hvpipe run reads no configuration file: omit --config-file, and give what it sets as flags, "
             f"such as --fusion-threshold-mb. Received: --config-file {options.config_file!r}"
         )
-    # As in horovodrun, flags become variables. hvpipe.comm.horovod_variables alone says what these mean.
+    # As in horovodrun, flags become variables. hvpipe.environment.horovod_variables says what these mean.
     horovod: dict[str, str] = {}
     threshold_mb = _nonnegative("--fusion-threshold-mb", options.fusion_threshold_mb)
     if threshold_mb is not None:

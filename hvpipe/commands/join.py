@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
-from hvpipe.comm.job_folder import PREFIX, any_listens, ask_to_stop, is_running
 from hvpipe.commands import lost_hosts
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import LaunchSpec
+from hvpipe.environment.job_folder import PREFIX, any_listens, ask_to_stop, is_running
 from hvpipe.errors import HvpipeError
 from hvpipe.own_folder import is_own
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvpipe.atomic_file import target_of
-from hvpipe.comm.native import read_build_info
-from hvpipe.comm.settings import port_range
 from hvpipe.commands import launch, mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hostfile, parse_hosts
 from hvpipe.commands.supervise import JOB_FOLDER, supervise
 from hvpipe.config_file import MOST_BYTES
+from hvpipe.environment.native import read_build_info
+from hvpipe.environment.settings import port_range
 from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.monitor import core_binding
 from hvpipe.own_folder import read_plain

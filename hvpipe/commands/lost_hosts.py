@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvpipe.comm.this_host import interfaces
 from hvpipe.commands.hosts import HostSlots
+from hvpipe.environment.this_host import interfaces
 
 _LIMIT_S = 10.0
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=8"

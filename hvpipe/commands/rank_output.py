@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvpipe.comm.discover import discover
+from hvpipe.environment.discover import discover
 from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.own_folder import check_own, user_name, user_on
 

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from hvpipe.blackbox import story
 from hvpipe.checkpoints.folder import complete
-from hvpipe.comm.job_folder import (
+from hvpipe.commands import join, lost_hosts, rank_output
+from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
+from hvpipe.commands.told_errors import print_told
+from hvpipe.environment.job_folder import (
     STOPPED,
     TOO_FEW,
     Loss,
@@ -25,9 +28,6 @@ from hvpipe.comm.job_folder import (
     read_loss,
     told_by_rank,
 )
-from hvpipe.commands import join, lost_hosts, rank_output
-from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
-from hvpipe.commands.told_errors import print_told
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
 _OPEN_MPIS_EXIT = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code: +(\d+)")

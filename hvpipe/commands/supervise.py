@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from hvpipe.comm.job_folder import STOPPED, any_aborts, any_listens, ask_to_stop
 from hvpipe.commands.launcher_noise import FilteredErrors
+from hvpipe.environment.job_folder import STOPPED, any_aborts, any_listens, ask_to_stop
 from hvpipe.errors import LaunchError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

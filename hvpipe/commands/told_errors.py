@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvpipe.blackbox.story import LOST_A_PEER
-from hvpipe.comm.job_folder import told_by_rank
+from hvpipe.environment.job_folder import told_by_rank
 
 # A frame of a traceback, with its line of code and the marks below. TensorFlow puts empty lines between.
 _FRAME = re.compile(

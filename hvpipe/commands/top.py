@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hvpipe.comm.settings import live_folder
 from hvpipe.commands.terminal import has_colours
+from hvpipe.environment.settings import live_folder
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.status_files import GONE_S, RankStatus, RunningJob, read_jobs, status_root
 from hvpipe.own_folder import check_own

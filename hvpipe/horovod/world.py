@@ -8,8 +8,8 @@ from typing import Any
 
 from hvpipe import session
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.collectives.ops import world_number
-from hvpipe.keras.collectives.process_sets import (
+from hvpipe.keras.named.ops import world_number
+from hvpipe.keras.named.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,

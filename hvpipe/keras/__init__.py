@@ -11,21 +11,6 @@ _supported.check_installed()  # and here, if Keras is too old or on another back
 from hvpipe.collectives import allgather_object, barrier, broadcast_object  # noqa: E402
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
 from hvpipe.keras.checkpoint.callback import Checkpoint  # noqa: E402
-from hvpipe.keras.collectives.functions import (  # noqa: E402
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    grouped_allreduce,
-    join,
-    reducescatter,
-)
-from hvpipe.keras.collectives.process_sets import (  # noqa: E402
-    ProcessSet,
-    add_process_set,
-    remove_process_set,
-)
-from hvpipe.keras.collectives.sync_batch_norm import SyncBatchNormalization  # noqa: E402
 from hvpipe.keras.data_parallel.copies import keep_in_clones as _keep_in_clones  # noqa: E402
 from hvpipe.keras.data_parallel.custom_loops import (  # noqa: E402
     DistributedGradientTape,
@@ -35,6 +20,21 @@ from hvpipe.keras.data_parallel.custom_loops import (  # noqa: E402
 from hvpipe.keras.data_parallel.model import data_parallel  # noqa: E402
 from hvpipe.keras.data_parallel.shards import shard  # noqa: E402
 from hvpipe.keras.gpu import claim_gpu as _claim_gpu  # noqa: E402
+from hvpipe.keras.named.functions import (  # noqa: E402
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allreduce,
+    join,
+    reducescatter,
+)
+from hvpipe.keras.named.process_sets import (  # noqa: E402
+    ProcessSet,
+    add_process_set,
+    remove_process_set,
+)
+from hvpipe.keras.named.sync_batch_norm import SyncBatchNormalization  # noqa: E402
 from hvpipe.keras.pipeline.model import pipeline_parallel  # noqa: E402
 from hvpipe.keras.profiling.cluster import measure_cluster, measure_ranks  # noqa: E402
 from hvpipe.keras.profiling.measure import measure  # noqa: E402

@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvpipe.comm.rank_gpu import assign_gpu, may_have_gpu
-from hvpipe.comm.this_host import cpu_name
+from hvpipe.engine.rank_gpu import assign_gpu, may_have_gpu
+from hvpipe.environment.this_host import cpu_name
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.nvml import list_gpus
 from hvpipe.monitor.visible_gpus import uuid_of_rank

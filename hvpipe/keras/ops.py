@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from hvpipe.comm.native import REBUILD, native_directory, tensorflow_fits
+from hvpipe.environment.native import REBUILD, native_directory, tensorflow_fits
 from hvpipe.errors import BuildMismatchError
 
 Function = TypeVar("Function", bound=Callable[..., Any])

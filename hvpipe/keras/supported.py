@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvpipe.comm.versions import NEWEST_KERAS, OLDEST_KERAS, is_older
 from hvpipe.errors import InitError
+from hvpipe.world.versions import NEWEST_KERAS, OLDEST_KERAS, is_older
 
 _FROM = OLDEST_KERAS.removesuffix(".0")
 _WANTED = f"hvpipe.keras needs Keras {_FROM} or later on TensorFlow"

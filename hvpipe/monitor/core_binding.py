@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from hvpipe.comm.discover import Launch
-from hvpipe.comm.world import World
+from hvpipe.environment.discover import Launch
 from hvpipe.log import logger
 from hvpipe.monitor.process_limits import cores_allowed
+from hvpipe.world.world import World
 
 
 def log_placement(world: World, launch: Launch) -> None:

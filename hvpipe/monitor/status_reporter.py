@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from hvpipe.comm.engine import Engine
-from hvpipe.comm.settings import Settings
+from hvpipe.engine.engine import Engine
+from hvpipe.environment.settings import Settings
 from hvpipe.log import logger
 from hvpipe.monitor.status_files import RankStatus, StatusFolder
 from hvpipe.trace.sample import Sample, Utilization, summarise_samples

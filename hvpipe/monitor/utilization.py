@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-from hvpipe.comm.this_host import CpuMeter
+from hvpipe.environment.this_host import CpuMeter
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.gpu_meter import GpuMeter
 from hvpipe.monitor.nvml import NvmlMissing

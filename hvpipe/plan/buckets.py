@@ -114,9 +114,9 @@ class Bucket:
     `priority` says which bucket goes first. `plan_buckets` sets it; what compression sends ahead of a bucket
     has FIRST_PRIORITY. Three places obey it:
 
-    - The engine's progress thread (csrc/progress/progress.cc, `TakeInbox`) decides the order *on the network*: of
-      the operations under way, a lower number goes first, and of equal ones the bucket that comes first in
-      this plan. In shared memory all ranks take the buckets in the order of the plan.
+    - The engine's progress thread (csrc/progress/progress.cc, `TakeInbox`) decides the order *on the
+      network*: of the operations under way, a lower number goes first, and of equal ones the bucket that
+      comes first in this plan. In shared memory all ranks take the buckets in the order of the plan.
     - `BucketPlan.by_need` gives the order in which the training step *collects* buckets and updates their
       weights.
     - NCCL, which runs its calls in one order, gathers the buckets in this order (csrc/engine/announce.cc).

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from hvpipe import cli
-from hvpipe.comm.native import BuildInfo
-from hvpipe.comm.this_host import Interface
 from hvpipe.commands import doctor, doctor_checks, mpirun
 from hvpipe.commands.doctor_checks import Finding
 from hvpipe.commands.mpirun import Mpirun
+from hvpipe.environment.native import BuildInfo
+from hvpipe.environment.this_host import Interface
 from hvpipe.monitor import core_binding
 
 BUILD = BuildInfo("2.21.0", "Open MPI v5.0.11", "GNU 13.2.0")
@@ -111,7 +111,8 @@ def test_the_engine_is_loaded_as_a_check(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """The check runs in a new process, in which MPI loads but the engine does not."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, types\n"
-        "sys.modules['hvpipe.comm.mpi'] = types.SimpleNamespace(library_version=lambda: 'Open MPI v5.0.11')\n"
+        "mpi = types.SimpleNamespace(library_version=lambda: 'Open MPI v5.0.11')\n"
+        "sys.modules['hvpipe.world.mpi'] = mpi\n"
         "sys.modules['hvpipe._engine'] = None\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

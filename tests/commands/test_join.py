@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe.comm.job_folder import PREFIX, new_job_folder
 from hvpipe.commands import join, lost_hosts
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.join import Places
+from hvpipe.environment.job_folder import PREFIX, new_job_folder
 from hvpipe.errors import HvpipeError
 
 TWO_HOSTS = Places(4, (HostSlots("a", 2), HostSlots("b", 2)))

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvpipe.comm.job_folder import Loss, read_end, read_loss, tell_checkpoints, tell_end, tell_loss
 from hvpipe.commands import lost_hosts
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.commands.join import Places
 from hvpipe.commands.lost_hosts import is_this_host
 from hvpipe.commands.restarts import Restarting
+from hvpipe.environment.job_folder import Loss, read_end, read_loss, tell_checkpoints, tell_end, tell_loss
 from hvpipe.errors import LaunchError
 
 # Counts its starts in a file, then does what its arguments say for that start.

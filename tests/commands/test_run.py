@@ -21,9 +21,9 @@ LIMIT_S = 90.0
 WORLD = """
 import os, sys, time
 from pathlib import Path
-from hvpipe.comm.open import open_world
-from hvpipe.comm.discover import discover
-from hvpipe.comm.settings import settings
+from hvpipe.world.open import open_world
+from hvpipe.environment.discover import discover
+from hvpipe.environment.settings import settings
 world = open_world(discover(), settings())
 last = world.rank == world.size - 1
 """
@@ -80,7 +80,7 @@ def test_a_failed_job_says_which_files_are_missing(tmp_path: Path) -> None:
     ],
 )
 def test_exit_codes(ending: str, code: int, says: str, tmp_path: Path) -> None:
-    noting = "from hvpipe.comm.noted_exit import note_exits\n"
+    noting = "from hvpipe.failures.noted_exit import note_exits\n"
     result = hvpipe_run(tmp_path, WORLD + noting + ending, "-np", "2", limit_s=30.0)
     assert result.returncode == code, result.describe()
     if says:
@@ -92,7 +92,7 @@ def test_exit_codes(ending: str, code: int, says: str, tmp_path: Path) -> None:
 # Prints the ports at which this rank and the launcher listen, except on loopback.
 LISTENING = """
 import glob, os, hvpipe
-from hvpipe.comm import tcp
+from hvpipe.world import tcp
 make, shown = tcp.Setup, []
 def listening(process):
     own = {os.readlink(path)[8:-1] for path in glob.glob(f"/proc/{process}/fd/*") if os.path.islink(path)}

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from hvpipe.comm.settings import Settings
+from hvpipe.environment.settings import Settings
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions, _table_bytes
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
@@ -97,7 +97,7 @@ def test_without_a_driver_its_absence_is_no_error(machine: Any, monkeypatch: Any
             return super().list_physical_devices(kind)
 
     machine(Complains(0))
-    monkeypatch.setattr("hvpipe.comm.rank_gpu._MADE_BY_DRIVERS", ())
+    monkeypatch.setattr("hvpipe.engine.rank_gpu._MADE_BY_DRIVERS", ())
     claim_gpu(session(0, 1))
     assert capfd.readouterr().err == "W0000 something else\n"
     claim_gpu(session(0, 1, device="libdriver.so"))

@@ -11,10 +11,10 @@ import keras
 import pytest
 
 import hvpipe.keras
-from hvpipe.comm.versions import NEWEST_KERAS, OLDEST_KERAS
 from hvpipe.errors import InitError
 from hvpipe.keras import compat
 from hvpipe.keras.supported import check_installed
+from hvpipe.world.versions import NEWEST_KERAS, OLDEST_KERAS
 
 pytestmark = pytest.mark.quick
 

@@ -8,10 +8,10 @@ import os
 import pytest
 
 from hvpipe import log
-from hvpipe.comm.discover import Launch
-from hvpipe.comm.world import SingleWorld
+from hvpipe.environment.discover import Launch
 from hvpipe.monitor import core_binding
 from hvpipe.monitor.core_binding import log_placement, mostly_idle
+from hvpipe.world.world import SingleWorld
 
 MPIRUN, SRUN, NOBODY = (Launch(name, 0, 2, 0, 2) for name in ("mpirun", "srun", "none"))
 

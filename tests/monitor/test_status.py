@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe.comm.engine import Engine
-from hvpipe.comm.settings import Settings
-from hvpipe.comm.world import SingleWorld
+from hvpipe.engine.engine import Engine
+from hvpipe.environment.settings import Settings
 from hvpipe.monitor import status_files
 from hvpipe.monitor.status_files import JOB_PREFIX, RankStatus, StatusFolder, read_jobs
 from hvpipe.monitor.status_reporter import (
@@ -23,6 +22,7 @@ from hvpipe.monitor.status_reporter import (
     open_status_reporter,
 )
 from hvpipe.trace.sample import GpuReading, Sample
+from hvpipe.world.world import SingleWorld
 
 NOW = RankStatus("a-1", "train.py", 0, 2, "a", at_s=1000.0, began_s=900.0, steps=7, step_s=0.5)
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import settings
 from numpy.typing import NDArray
 
-from hvpipe.comm.native import import_native
+from hvpipe.environment.native import import_native
 
 Array = NDArray[Any]
 

@@ -14,7 +14,7 @@ import pytest
 
 import hvpipe
 from arrays import DTYPES, Array
-from hvpipe.comm.engine import Engine
+from hvpipe.engine.engine import Engine
 from hvpipe.session import current
 from native_build import build
 

@@ -1,16 +1,16 @@
 """Run commands under a real mpirun with a time limit, and report what the ranks did.
 
-Distributed tests under tests/mpi/comm/ (no TensorFlow) and tests/mpi/keras/ are written once, for any
+Distributed tests under tests/mpi/engine/ (no TensorFlow) and tests/mpi/keras/ are written once, for any
 `hvpipe.size()`. test_mpi.py runs them once for each world size of its suites. Every rank runs pytest:
 
-    test_mpi.py -> mpirun -np 3 -> python tests/support/distributed.py LOGS tests/mpi/comm ... (rank 0, 1, 2)
+    test_mpi.py -> mpirun -np 3 -> python tests/support/distributed.py LOGS tests/mpi/engine ... (3 ranks)
 
 After each phase of a case the ranks exchange outcomes (in_step.py). A case that fails on one rank therefore
 fails on all ranks, with that rank's message, and the ranks stay in step. By hand:
 
-    pytest tests/mpi/comm/test_x.py                    # one rank, no launcher
-    pytest tests/test_mpi.py -k comm-3                 # tests/mpi/comm with 3 ranks
-    mpirun -np 3 --map-by :OVERSUBSCRIBE --bind-to none pytest -x tests/mpi/comm/test_x.py   # all ranks print
+    pytest tests/mpi/engine/test_x.py                  # one rank, no launcher
+    pytest tests/test_mpi.py -k engine-3               # tests/mpi/engine with 3 ranks
+    mpirun -np 3 --map-by :OVERSUBSCRIBE --bind-to none pytest -x tests/mpi/engine/test_x.py  # all print
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from bench.gpu import check_worker
 from bench.gpu.rows import Numbers
 from devices import TYPESTR, finish_stream
-from hvpipe.comm.engine import Engine
+from hvpipe.engine.engine import Engine
 
 
 class OnDevice(np.ndarray[Any, Any]):

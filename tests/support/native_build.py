@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe.comm.native import native_directory
+from hvpipe.environment.native import native_directory
 
 NATIVE = Path(__file__).parent / "native"
 CSRC = Path(__file__).parents[2] / "csrc"

@@ -1,7 +1,7 @@
 """The names of `horovod.tensorflow`, on hvpipe.
 
 Ranks may call the collectives in any order; they meet by name. Errors are those of TensorFlow: see
-hvpipe.keras.collectives.tensors.
+hvpipe.keras.named.tensors.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hvpipe.horovod.tensorflow import elastic
 from hvpipe.horovod.world import *  # noqa: F403
 from hvpipe.horovod.world import OP_NAMES, Adasum, Average, ProcessSet, Sum, global_process_set, size
 from hvpipe.horovod.world import __all__ as _names_of_world
-from hvpipe.keras.collectives import functions as _functions
-from hvpipe.keras.collectives import objects as _objects
-from hvpipe.keras.collectives import tensors as _tensors
-from hvpipe.keras.collectives.compression import Compression
-from hvpipe.keras.collectives.gradients import GradientOptions, ReducingTape, wrap_optimizer
-from hvpipe.keras.collectives.process_sets import number_of
-from hvpipe.keras.collectives.sync_batch_norm import SyncBatchNormalization
 from hvpipe.keras.data_parallel import custom_loops as _planned
 from hvpipe.keras.gpu import has_gpu
+from hvpipe.keras.named import functions as _functions
+from hvpipe.keras.named import objects as _objects
+from hvpipe.keras.named import tensors as _tensors
+from hvpipe.keras.named.compression import Compression
+from hvpipe.keras.named.gradients import GradientOptions, ReducingTape, wrap_optimizer
+from hvpipe.keras.named.process_sets import number_of
+from hvpipe.keras.named.sync_batch_norm import SyncBatchNormalization
 from hvpipe.session import current
 
 __all__ = [

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from hvpipe.horovod import world
-from hvpipe.keras.collectives import objects
 from hvpipe.keras.initial_state import is_built
+from hvpipe.keras.named import objects
 from hvpipe.keras.variables import native
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from hvpipe.checkpoints.every import Every
-from hvpipe.comm.engine import Engine
+from hvpipe.engine.engine import Engine
 
 # Bits of `Engine.requests`, which all ranks see alike at a step boundary.
 STOP = 1

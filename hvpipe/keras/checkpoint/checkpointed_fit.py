@@ -20,7 +20,7 @@ from hvpipe.checkpoints.every import Every
 from hvpipe.checkpoints.manifest import Manifest, Position
 from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
-from hvpipe.comm.job_folder import STOPPED, TOO_FEW, tell_checkpoints
+from hvpipe.environment.job_folder import STOPPED, TOO_FEW, tell_checkpoints
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.boundary_requests import BUSY, FAILED, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes

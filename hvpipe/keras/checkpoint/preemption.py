@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvpipe.comm.flight_record import mark_signals
-from hvpipe.comm.job_folder import asked_to_stop, listening, tell_checkpoint
+from hvpipe.environment.job_folder import asked_to_stop, listening, tell_checkpoint
+from hvpipe.failures.flight_record import mark_signals
 
 
 class StopRequest:

@@ -10,15 +10,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager.record import should_record_backprop
 
-from hvpipe.comm.horovod_arguments import check_other_arguments
+from hvpipe.environment.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.collectives.compression import COMPRESSORS
-from hvpipe.keras.collectives.gradients import (
-    GradientOptions,
-    reduce_gradients,
-    refuse_loss_scaling_outside,
-)
-from hvpipe.keras.collectives.tensors import Reduction
 from hvpipe.keras.compat import trained_variables
 from hvpipe.keras.data_parallel.bucket_reduce import (
     BucketReducer,
@@ -34,6 +27,13 @@ from hvpipe.keras.data_parallel.compressed_reduce import (
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
 from hvpipe.keras.data_parallel.overlap import OverlapOptions
 from hvpipe.keras.data_parallel.overlap_modes import BackwardOverlap
+from hvpipe.keras.named.compression import COMPRESSORS
+from hvpipe.keras.named.gradients import (
+    GradientOptions,
+    reduce_gradients,
+    refuse_loss_scaling_outside,
+)
+from hvpipe.keras.named.tensors import Reduction
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.training_alone import note_averaged

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvpipe.comm.job_folder import TOO_FEW
+from hvpipe.environment.job_folder import TOO_FEW
 from hvpipe.errors import HvpipeError, name_lost
 from hvpipe.keras.data_parallel.elastic_data import ElasticData
 from hvpipe.keras.data_parallel.planned_updates import PlannedUpdates

@@ -17,7 +17,6 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError, MismatchError, listed
 from hvpipe.keras.arguments import by_name, keep_order, takes
 from hvpipe.keras.callbacks import average_logs, means_in_logs, reads_at_batches, stop_together
-from hvpipe.keras.collectives.sync_batch_norm import normalise_alone, normalise_over_ranks
 from hvpipe.keras.compat import (
     check_compiled,
     enumerate_epochs,
@@ -51,6 +50,7 @@ from hvpipe.keras.initial_state import (
     take_rank_0s,
 )
 from hvpipe.keras.instance_methods import InstanceMethods
+from hvpipe.keras.named.sync_batch_norm import normalise_alone, normalise_over_ranks
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.training_alone import refuse_alone

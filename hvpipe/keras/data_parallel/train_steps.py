@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.collectives.sync_batch_norm import normalise_over_ranks
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
 from hvpipe.keras.data_parallel.nonfinite import guarded_alone
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
@@ -26,6 +25,7 @@ from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, tell_of_unaver
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.initial_state import build_state, start_equal, warn_of_own_batches, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
+from hvpipe.keras.named.sync_batch_norm import normalise_over_ranks
 from hvpipe.keras.training_alone import step_of, tell_of_optimizers
 from hvpipe.keras.variables import identity
 from hvpipe.session import Session

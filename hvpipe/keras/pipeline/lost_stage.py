@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvpipe.comm.job_folder import STOPPED, TOO_FEW, tell_loss
-from hvpipe.comm.settings import job_name
+from hvpipe.environment.job_folder import STOPPED, TOO_FEW, tell_loss
+from hvpipe.environment.settings import job_name
 from hvpipe.errors import name_lost
 from hvpipe.session import Session
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.keras.graph.layer_graph import LayerGraph
 from hvpipe.keras.pipeline.layout import positions_of
@@ -25,6 +24,7 @@ from hvpipe.search.options import PipeliningChoice
 from hvpipe.session import Session
 from hvpipe.specs.cluster import Cluster, equal_cluster
 from hvpipe.specs.profile import Profile
+from hvpipe.world.world import World
 
 logger = logging.getLogger("hvpipe")
 

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import tensorflow as tf
 
-from hvpipe.comm.link_probe import measure_links
+from hvpipe.engine.link_probe import measure_links
 from hvpipe.keras.gpu import processor, reduces_on_gpu
 from hvpipe.keras.profiling.action_time import measure_action_s
 from hvpipe.monitor.nvml import list_gpus

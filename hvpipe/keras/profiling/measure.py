@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from hvpipe.comm.this_host import CpuMeter
+from hvpipe.environment.this_host import CpuMeter
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.graph.deferred_build import without_memory

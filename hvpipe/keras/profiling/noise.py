@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvpipe.comm.this_host import CpuMeter
+from hvpipe.environment.this_host import CpuMeter
 
 TOO_NOISY = 0.2
 """Beyond this spread, or this share of a host's cores, a measurement warns."""

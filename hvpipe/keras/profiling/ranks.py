@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hvpipe import collectives, session
-from hvpipe.comm.this_host import CpuMeter
+from hvpipe.environment.this_host import CpuMeter
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.profiling.cluster import measure_ranks
 from hvpipe.keras.profiling.measure import measure_built

@@ -12,7 +12,7 @@ from bench.rounds.record import Case, Round, Task
 from bench.rounds.round import run_round
 from bench.systems import SYSTEMS
 from distributed import environment
-from hvpipe.comm.discover import prepare_open_mpi
+from hvpipe.environment.discover import prepare_open_mpi
 
 TASK = Task("digits", batch=4, warm_up=1, steps=2)
 

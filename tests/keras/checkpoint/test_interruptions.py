@@ -19,7 +19,7 @@ from distributed import environment, launch
 from hvpipe.checkpoints import folder as folders
 from hvpipe.checkpoints.every import parse_every
 from hvpipe.checkpoints.manifest import read_manifest
-from hvpipe.comm.settings import Settings
+from hvpipe.environment.settings import Settings
 from hvpipe.keras.checkpoint.checkpointed_fit import CheckpointedFit, CheckpointOptions
 from hvpipe.keras.checkpoint.preemption import StopRequest
 from once import once_for_all_workers
@@ -210,7 +210,7 @@ def test_the_recorder_notices_sigterm_after_a_checkpoint(monkeypatch: pytest.Mon
     """Regression: Python set its handler, or the default action, in place of the recorder's."""
     before, marked = signal.getsignal(signal.SIGTERM), []
     core = SimpleNamespace(mark_signals=lambda: marked.append(signal.getsignal(signal.SIGTERM)))
-    monkeypatch.setattr("hvpipe.comm.flight_record._core", core)
+    monkeypatch.setattr("hvpipe.failures.flight_record._core", core)
     with StopRequest(None, 0).listening():
         assert marked[0] not in (before, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

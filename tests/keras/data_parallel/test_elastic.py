@@ -19,7 +19,7 @@ from bench.faults import elastic_job as job
 from distributed import Run, run
 from hvpipe.checkpoints import folder as folders
 from hvpipe.checkpoints.manifest import read_manifest
-from hvpipe.comm.settings import Settings
+from hvpipe.environment.settings import Settings
 from hvpipe.errors import PeerError
 from hvpipe.keras.data_parallel import elastic
 from hvpipe.keras.resize import scale_learning_rate

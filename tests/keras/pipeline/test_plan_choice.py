@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from hvpipe.comm.world import World
 from hvpipe.errors import PlanError
 from hvpipe.keras.pipeline import plan_choice
 from hvpipe.keras.pipeline.plan_choice import PipelineOptions, fitted
@@ -17,6 +16,7 @@ from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.session import Session
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+from hvpipe.world.world import World
 from model_graphs import chain
 
 

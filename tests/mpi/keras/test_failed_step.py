@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvpipe
 import hvpipe.horovod.tensorflow as hvd
-from hvpipe.comm.engine import Engine
+from hvpipe.engine.engine import Engine
 from hvpipe.keras.ops import library
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current

@@ -38,9 +38,9 @@ from hvpipe.horovod.world import (
     start_timeline,
     stop_timeline,
 )
-from hvpipe.keras.collectives.compression import Compression
-from hvpipe.keras.collectives.gradients import wrap_optimizer
 from hvpipe.keras.horovod_callbacks import load_model as _load_model
+from hvpipe.keras.named.compression import Compression
+from hvpipe.keras.named.gradients import wrap_optimizer
 
 __all__ = [
     "Adasum",

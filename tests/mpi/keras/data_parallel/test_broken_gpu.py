@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import hvpipe
-from hvpipe.comm.engine import Engine
+from hvpipe.engine.engine import Engine
 from hvpipe.errors import HvpipeError
 from hvpipe.session import current
 from native_build import build, real_nccl

@@ -12,7 +12,7 @@ import pytest
 import hvpipe
 import hvpipe.keras as hk
 from devices import open_in_session
-from hvpipe.comm.engine import Engine
+from hvpipe.engine.engine import Engine
 from hvpipe.keras import ops
 from hvpipe.keras.pipeline import model as pipeline_model
 from hvpipe.session import current

@@ -1,0 +1,1 @@
+"""What surrounds the ranks: launcher, settings, folders, host, compiled libraries."""

@@ -1,0 +1,1 @@
+"""How a rank that fails ends all ranks, and what it leaves behind."""
