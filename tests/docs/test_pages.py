@@ -63,7 +63,7 @@ def test_every_path_in_backticks_exists(page: str) -> None:
 
 
 def test_every_setting_has_a_row_with_its_meaning() -> None:
-    read = set(re.findall(r'"(HVPIPE_\w+)"', (ROOT / "hvpipe" / "comm" / "settings.py").read_text()))
+    read = set(re.findall(r'"(HVPIPE_\w+)"', (ROOT / "hvpipe" / "environment" / "settings.py").read_text()))
     told = {row[0]: row[2] for row in rows("docs/data-parallel.md") if row[0].startswith("HVPIPE_")}
     assert set(told) == read - {"HVPIPE_DEVICE_LIBRARY"}  # for tests alone
     assert all(told.values())
