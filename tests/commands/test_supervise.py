@@ -87,7 +87,7 @@ def test_handlers_are_restored() -> None:
 
 
 def test_a_missing_launcher() -> None:
-    with pytest.raises(LaunchError, match=r"Received: .*/nowhere/mpirun"):
+    with pytest.raises(LaunchError, match=r"does not start: .*/nowhere/mpirun"):
         supervise(["/nowhere/mpirun"], os.environ)
 
 

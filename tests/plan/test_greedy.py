@@ -444,7 +444,7 @@ def test_a_plan_is_read_back_and_refuses_another_model_or_cluster(tmp_path: Path
 
 def test_bad_plans_are_refused(tmp_path: Path) -> None:
     document = partition(chain(1, 2), equal_cluster(2), 2).to_json()
-    with pytest.raises(HvpipeError, match=r"stages\[0\]\.devices should be a list of texts"):
+    with pytest.raises(HvpipeError, match=r"stages\[0\]\.devices is missing, and should be a list of texts"):
         Plan.from_json(document | {"stages": [{}]})
     with pytest.raises(HvpipeError, match="contiguous should be true or false"):
         Plan.from_json(document | {"contiguous": 1})

@@ -85,7 +85,7 @@ def test_shipped_specs_are_valid(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", "host should be a list"),
+        ("", "host is missing, and should be a list"),
         ("hosts = 2", "Received: 'hosts'"),
         ('[[host]]\nspeed = "1gbit"', r"host\[0\] should have only .* Received: 'speed'"),
         ("[[host]]\nrate = 5", "rate should be text. Received: rate=5"),

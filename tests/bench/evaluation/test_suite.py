@@ -134,7 +134,7 @@ def test_selecting_systems() -> None:
         ("[group", "should be TOML"),
         (GROUP + "colour = 1", r"mine\.toml: group\[0\] should have only .*Received: 'colour'"),
         ("[defaults]\ncolour = 1\n" + GROUP, "Received: 'colour'"),
-        (GROUP.replace("batch = 8\n", ""), "batch should be a number"),
+        (GROUP.replace("batch = 8\n", ""), "batch is missing, and should be a number"),
         (GROUP.replace('"all"', '["tf-ps", "absent"]'), r"systems should be names of single.*'absent'\]"),
         (GROUP.replace('"all"', '["tf-ps", "tf-ps"]'), "each once"),
         (GROUP.replace('"all"', "[]"), r"Received: \[\]"),
