@@ -72,7 +72,7 @@ ON_THREE = (
     f"{KERAS}/pipeline/test_training.py::test_trains_as_the_undivided_model",
 )
 ON_FOUR = (
-    f"{KERAS}/collectives",
+    f"{KERAS}/named",
     *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "update", "device")),
 )
 # Cases that compare bits. TensorFlow's graph optimizer may change them: it reorders sums, merges operations.
@@ -88,13 +88,13 @@ ON_ONE = (
     f"{DATA_PARALLEL}/test_checks.py::test_a_step_is_skipped_as_a_whole[step]",
     f"{DATA_PARALLEL}/test_checks.py::test_a_guard_ends_with_its_data_parallel",
     f"{DATA_PARALLEL}/test_whole_batch.py::test_unequal_batches[accumulation]",
-    f"{KERAS}/collectives/test_collectives.py::test_sums[eager]",
+    f"{KERAS}/named/test_collectives.py::test_sums[eager]",
     f"{KERAS}/checkpoint/test_resume.py::test_resumed_in_the_middle_of_an_epoch[loss scaling and PyDataset]",
     f"{KERAS}/pipeline/test_training.py::test_trains_as_the_undivided_model",
 )
 # What `every_size` marks, but for collectives, which three ranks call over TCP.
 OF_ANY_SIZE = (
-    *(name for name in OTHER_KERAS if not name.startswith(f"{KERAS}/collectives/")),
+    *(name for name in OTHER_KERAS if not name.startswith(f"{KERAS}/named/")),
     *(f"{KERAS}/pipeline/test_{name}.py" for name in ("training", "replicas", "device")),
 )
 COLLECTIVES = tuple(f"mpi/engine/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
@@ -146,7 +146,7 @@ SUITES = (
     Suite("engine over tcp", NO_DEVICES, (3,), env={**OVER_TCP, **TWO_TO_A_HOST}),
     Suite(
         "collectives over tcp",
-        (f"{KERAS}/collectives",),
+        (f"{KERAS}/named",),
         (3,),
         env={**OVER_TCP, **TWO_TO_A_HOST, **UNOPTIMIZED},
         only=EAGER,
