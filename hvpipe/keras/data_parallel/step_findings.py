@@ -108,19 +108,20 @@ class GraphInspection:
     def end(self) -> None:
         """End the graph. Raises HvpipeError if the plan does not fit, unless the graph is only inspected."""
         found, self._update = self._update, None
+        graph, self._graph = self._graph, None
         if found is None:
             return
         if self._update_is_last and not found.update_is_hidden:
-            found = replace(found, used_after_update=self._used_after_update(found.trained))
+            found = replace(found, used_after_update=self._used_after_update(graph, found.trained))
         if self._found is not None:
             self._found.append(found)
         elif not found.fit(self._planned):
             raise _misfit(found)
 
-    def _used_after_update(self, trained: Sequence[Any]) -> tuple[str, ...]:
-        later = self._graph.get_operations()[self._operations_before :]
+    def _used_after_update(self, graph: Any, trained: Sequence[Any]) -> tuple[str, ...]:
+        later = graph.get_operations()[self._operations_before :]
         taken = {id(tensor) for operation in later for tensor in operation.inputs}
-        touched = {id(outside) for outside, inside in self._graph.captures if id(inside) in taken}
+        touched = {id(outside) for outside, inside in graph.captures if id(inside) in taken}
         inner = getattr(self._optimizer, "inner_optimizer", self._optimizer)
         rate = learning_rate_variable(inner)  # no update changes it
         watched = [*trained, *(v for v in self._optimizer.variables if v is not rate)]
