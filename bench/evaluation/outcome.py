@@ -158,7 +158,6 @@ def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:
             "plan": f"{fingerprint(of.plan)} of suite {of.suite!r}",
             "on": "; ".join(each.description for each in of.clusters),
             "CPU": f"{of.machine.cpu}, {of.machine.cores} cores,",
-            "hvpipe bench": of.machine.hvpipe,
             **of.software,
         }
         for of in (there, wanted)

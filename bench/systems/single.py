@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.hosts.stream import Stream
 from bench.rounds.job import RankJob
 from bench.systems.loop import fit
-from bench.systems.ring_stream import RingStream, ring_stream
+from bench.systems.ring_stream import ring_stream
 from bench.training.prepare import claim_gpu, gradient_bytes, prepare_tensorflow
 from bench.training.workloads import compiled_model, train_whole_steps
 
@@ -25,18 +26,18 @@ def train(job: RankJob) -> None:
     job.watch.at_window = lambda: job.meet("window")
     job.meet("built")
     if "beside_tcp" in job.options:
-        with ring_stream(job, job.gradient_bytes) as stream:
-            fit(keras, model, job, [_moves_bytes(keras, stream)])
+        with ring_stream(job, job.gradient_bytes) as sends:
+            fit(keras, model, job, [_moves_bytes(keras, *sends)] if sends else [])
         return
     fit(keras, model, job)
 
 
-def _moves_bytes(keras: Any, stream: RingStream) -> Any:
+def _moves_bytes(keras: Any, stream: Stream, size_bytes: int) -> Any:
     """Return a callback that starts a step's bytes at its begin, and ends the step only when they arrived."""
 
     class MovesBytes(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            stream.begin()
+            stream.begin(size_bytes)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             stream.wait()

@@ -285,14 +285,6 @@ def test_cluster_in_use_is_not_replaced() -> None:
 
 
 @real
-def test_an_exception_in_the_block_takes_everything_down() -> None:
-    name = f"{NAME}exc"
-    with pytest.raises(ZeroDivisionError), VirtualCluster(equal_hosts(3), name):
-        raise ZeroDivisionError
-    assert_nothing_left(name)
-
-
-@real
 def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise BenchError("no token bucket")

@@ -13,7 +13,6 @@ import pytest
 
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
-from bench.evaluation import run as evaluation
 from bench.evaluation.host_selection import HostSelection, this_host
 from bench.evaluation.outcome import FILE, EvaluationOutcome, Journal
 from bench.evaluation.run import Evaluation, setting_of
@@ -195,14 +194,6 @@ def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: st
     of({**SOFTWARE, "horovod": "0.28.1"}).run(tmp_path)  # installed since then
     with pytest.raises(BenchError, match=f"software, .*Received: {received}"):
         of({**SOFTWARE, **now}).run(tmp_path)
-
-
-def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path, Systems())
-    machine = replace(evaluation.describe_hardware(), hvpipe="9.9.9")
-    monkeypatch.setattr(evaluation, "describe_hardware", lambda: machine)
-    with pytest.raises(BenchError, match=r"Received: hvpipe bench \S+ \(now 9\.9\.9\)"):
-        run(tmp_path, Systems())
 
 
 def test_a_complete_folder_is_reported(tmp_path: Path) -> None:

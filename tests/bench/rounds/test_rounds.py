@@ -91,16 +91,6 @@ processes.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
 """
 
 
-def test_a_terminated_run_ends_the_processes_it_started(tmp_path: Path) -> None:
-    line = [sys.executable, "-c", ENDED, str(tmp_path)]
-    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        process.terminate()
-        assert process.wait(30) == 128 + signal.SIGTERM
-    assert _running(tmp_path) == []
-
-
 ENDED_EARLY = """
 import signal, subprocess
 

@@ -21,13 +21,15 @@ def _job(folder: Path, rank: int, size: int) -> RankJob:
 def test_each_step_waits_for_its_bytes(size: int, tmp_path: Path) -> None:
     def steps(rank: int) -> int:
         job = _job(tmp_path, rank, size)
-        with ring_stream(job, 3_000_000) as stream:
+        with ring_stream(job, 3_000_000) as sends:
+            assert sends is not None
+            stream, size_bytes = sends
             for _ in range(3):
-                stream.begin()
+                stream.begin(size_bytes)
                 stream.wait()
             mine, with_stream = meter.read(), meter.read(job.watch.helper)
             assert with_stream.cpu_s > mine.cpu_s
-            return stream.bytes_each_way
+            return size_bytes
 
     with ThreadPoolExecutor(size) as ranks:
         sent = list(ranks.map(steps, range(size)))
@@ -36,11 +38,11 @@ def test_each_step_waits_for_its_bytes(size: int, tmp_path: Path) -> None:
 
 def test_a_stream_that_ends_early_is_an_error(tmp_path: Path) -> None:
     def lost(rank: int) -> None:
-        with ring_stream(_job(tmp_path, rank, 2), 0) as stream:
-            assert stream.stream is not None
-            stream.stream.process.kill()
+        with ring_stream(_job(tmp_path, rank, 2), 0) as sends:
+            assert sends is not None
+            sends[0].process.kill()
             with pytest.raises(RuntimeError, match="Received: status -9"):
-                stream.wait()
+                sends[0].wait()
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(lost, range(2)))
