@@ -38,7 +38,7 @@ from hvpipe.world.world import World
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from hvpipe.engine.engine import Engine
+    from hvpipe.engine.engine import EngineClient
     from hvpipe.monitor.status_reporter import StatusReporter, TrainingProgress
     from hvpipe.monitor.utilization import Sampler
 
@@ -91,7 +91,7 @@ class Session:
     """One joined world with its engine, its clocks and the run's records. `close` ends it."""
 
     def __init__(self, settings: Settings) -> None:
-        from hvpipe.engine.engine import Engine
+        from hvpipe.engine.engine import EngineClient
 
         launch = discover()
         self.world: World = open_world(launch, settings)
@@ -107,7 +107,7 @@ class Session:
         settings = _with_settings_of_rank_0(settings, self.world)
         self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
         self.layout = self._gather_layout()
-        self.engine: Engine = Engine(self.world, settings)
+        self.engine: EngineClient = EngineClient(self.world, settings)
         self.step_durations_s = array("d")
         self.sample_counters: list[CountsSamples] = []
         self.reducers: dict[Any, Any] = {}  # by what they reduce; see hvpipe.keras.data_parallel.custom_loops
@@ -125,9 +125,9 @@ class Session:
         self._named_calls: Any = None
         self._is_parents = False
         self._warned_of_checks = False
-        if self.engine.core is not None:
-            import_native().set_default(self.engine.core)
-            keep_record(self.engine.core)
+        if self.engine.native is not None:
+            import_native().set_default(self.engine.native)
+            keep_record(self.engine.native)
             self.named_calls()  # now, because kernels of TensorFlow look for them
         self.checkpoints: Path | None = None  # their folder, once `fit` writes some
         self.lost: str | None = None  # says which ranks are lost, until the others go on
@@ -163,11 +163,11 @@ class Session:
         if self._named_calls is not None:
             import_native().set_default_named_calls(None)
             self._named_calls = None
-        if self.engine.core is not None:
+        if self.engine.native is not None:
             import_native().set_default(None)
         self.engine.stop()
         end_record(self.settings.flight_path)
-        self.engine.core = None
+        self.engine.native = None
         self.world.close()
         tell_end(job_name(), self.checkpoints if self._left_behind else None)  # all ranks there may be lost
 
@@ -217,8 +217,8 @@ class Session:
                 self.engine.go_on_with(self.world, self.settings)
                 if self._loses():  # only the engine before was told
                     self._end_communication()
-                native.set_default(self.engine.core)
-                keep_record(self.engine.core)
+                native.set_default(self.engine.native)
+                keep_record(self.engine.native)
                 self.named_calls()
                 lost = tuple(before.missing_in(self.world))
                 if 0 in lost and (self.settings.trace_path or self.settings.utilization_path):
@@ -299,7 +299,9 @@ class Session:
         """Return the collectives that ranks call by name (csrc/named)."""
         if self._named_calls is None:
             native, world = import_native(), self.world
-            self._named_calls = native.NamedCalls.create(self.engine.core, world.local_rank, world.local_size)
+            self._named_calls = native.NamedCalls.create(
+                self.engine.native, world.local_rank, world.local_size
+            )
             native.set_default_named_calls(self._named_calls)
         return self._named_calls
 
@@ -480,7 +482,7 @@ def _leave_alone(session: Session, error: MismatchError) -> None:
         session.world.abort(1 if call is None else call.code or 1)
     # The program may have raised SystemExit. Only C will learn its exit code, and the launcher from that.
     native = import_native()
-    native.leave_to_parent(session.engine.core)
+    native.leave_to_parent(session.engine.native)
     if session._named_calls is not None:
         native.leave_to_parent(session._named_calls)
     native.fail_at_exit()
@@ -645,7 +647,7 @@ def _with_settings_of_rank_0(settings: Settings, world: World) -> Settings:
 
     mpirun does not pass HVPIPE_* to other hosts. Ranks that record different things or expect different
     messages would wait for each other. All ranks also learn whether any of them may find a GPU: if so, they
-    meet later to choose the route of gradients (Engine.use_gpus_of_all).
+    meet later to choose the route of gradients (EngineClient.use_gpus_of_all).
     """
     decided = {name: getattr(settings, name) for name in _RANK_0_DECIDES} if world.rank == 0 else None
     everyones = world.allgather_object((decided, may_have_gpu(settings)))

@@ -45,10 +45,10 @@ from hvpipe.session import current
 engine = current().engine
 plan = engine.add_plan("model", plan_buckets([Gradient("kernel", (300,), "float32")], 1000))
 ones = np.ones(300, np.float32)
-def begin(step): return engine.core.begin_step(plan, step, 1.0, True)[0]
+def begin(step): return engine.native.begin_step(plan, step, 1.0, True)[0]
 def finish(scale):
-    engine.core.submit(plan, 0, [ones], scale)
-    engine.core.collect(plan, 0, [np.empty(300, np.float32)])
+    engine.native.submit(plan, 0, [ones], scale)
+    engine.native.collect(plan, 0, [np.empty(300, np.float32)])
 finish(begin(1))
 """
 
@@ -330,7 +330,7 @@ engine = current().engine
 engine.use_device()
 plan = plan_buckets([Gradient("kernel", (300,), "float32")], 1000)
 number = engine.add_plan("model", plan, on_device=True)
-engine.core.begin_step(number, 0, 1.0, True)
+engine.native.begin_step(number, 0, 1.0, True)
 if rank == 1: time.sleep(60)
 weights = OnDevice(np.zeros(300, np.float32))
 engine.submit_on_device(number, 0, [OnDevice(np.ones(300, np.float32))], 1.0)

@@ -13,7 +13,7 @@ import pytest
 
 import hvpipe
 from distributed import launch
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.environment.settings import Settings
 from hvpipe.errors import PeerError
 from hvpipe.session import Session
@@ -153,7 +153,7 @@ def test_a_loss_while_the_new_engine_is_made(monkeypatch: pytest.MonkeyPatch) ->
     vars(session).update(
         world=LosingWorld(4),
         settings=Settings(),
-        engine=SimpleNamespace(go_on_with=make, lose_ranks=lambda why: None, core=None),
+        engine=SimpleNamespace(go_on_with=make, lose_ranks=lambda why: None, native=None),
         lost="rank 3 of 4 was lost",
         named_calls=lambda: None,
         _named_calls=None,
@@ -174,7 +174,7 @@ def test_totals_go_on_after_a_loss() -> None:
         for n in (100, 5)
     ]
     world: Any = SimpleNamespace(make_engine=lambda settings: cores.pop(0))
-    engine = Engine(world, Settings())
+    engine = EngineClient(world, Settings())
     engine.go_on_with(world, Settings())
     assert engine.counters()["network_bytes_sent"] == 105
 

@@ -94,7 +94,7 @@ def main() -> None:
     model = _model(arguments.width)
     _fit_s(model, data, 5, [])
     found: dict[str, list[tuple[float, float]]] = {_USUAL: [], _SAVES: [], _UNWATCHED: []}
-    dice, core = random.Random(0), current().engine.core
+    dice, core = random.Random(0), current().engine.native
     for number in range(arguments.rounds):
         for name in dice.sample([*found], len(found)):
             core.watch(name != _UNWATCHED)

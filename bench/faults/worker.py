@@ -106,7 +106,7 @@ class Job:
         print(f"STATE {state[:16]}", flush=True)
 
     def _train(self, step: int) -> None:
-        core, rank = self._engine.core, hvpipe.rank()
+        core, rank = self._engine.native, hvpipe.rank()
         scale, _ = core.begin_step(self._number, step, 1.0, True)
         made = [np.random.default_rng([step, rank, i]).random(s, np.float32) for i, s in enumerate(SHAPES)]
         for number, bucket in enumerate(self._plan.buckets):

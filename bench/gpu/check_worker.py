@@ -21,7 +21,7 @@ from bench.gpu.measure import MeasuredBucket, Measurement
 from bench.gpu.rows import Rows
 from bench.gpu.sizes import SMALL, Sizes
 from bench.gpu.verify import Verification
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.errors import DeadlineError
 from hvpipe.session import current
 
@@ -33,7 +33,7 @@ MOST_CLOSE_S = 5.0
 HANG_PATIENCE_S = 30.0
 
 
-def check(engine: Engine, gpu: TorchGpu, sizes: Sizes, path: Path) -> bool:
+def check(engine: EngineClient, gpu: TorchGpu, sizes: Sizes, path: Path) -> bool:
     """Verify and measure on one rank. Return whether all parts could be done here.
 
     A part that fails does not stop the others. Without a device there are none.
@@ -81,7 +81,7 @@ def close(rows: Rows) -> None:
     rows.note("close", f"{taken_s:.1f} s (wanted: {MOST_CLOSE_S:g})", rows.judged(taken_s <= MOST_CLOSE_S))
 
 
-def leave(engine: Engine, gpu: TorchGpu, path: Path) -> None:
+def leave(engine: EngineClient, gpu: TorchGpu, path: Path) -> None:
     """End with sums under way that nobody collects."""
     rows = Rows(path, judged=True)
     bucket = MeasuredBucket(engine, gpu, "left", [COUNT])
@@ -92,7 +92,7 @@ def leave(engine: Engine, gpu: TorchGpu, path: Path) -> None:
     rows.note("sums under way at the end", "ended", True)
 
 
-def hang(engine: Engine, gpu: TorchGpu, path: Path) -> None:
+def hang(engine: EngineClient, gpu: TorchGpu, path: Path) -> None:
     """Let rank 0 alone begin a sum. It must get an error in time, and its GPU must be free again."""
     rows = Rows(path, judged=True)
     bucket = MeasuredBucket(engine, gpu, "hangs", [COUNT])
@@ -124,7 +124,7 @@ def main(open_gpu: Callable[[int], TorchGpu]) -> None:
     sys.exit(not check(engine, gpu, SMALL if what == "small" else Sizes(), path))
 
 
-ENDINGS: dict[str, Callable[[Engine, TorchGpu, Path], None]] = {"leave": leave, "hang": hang}
+ENDINGS: dict[str, Callable[[EngineClient, TorchGpu, Path], None]] = {"leave": leave, "hang": hang}
 
 
 if __name__ == "__main__":

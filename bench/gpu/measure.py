@@ -12,7 +12,7 @@ import numpy as np
 import hvpipe
 from bench.gpu.rows import Rows
 from bench.gpu.sizes import Sizes
-from hvpipe.engine.engine import Compression, Engine
+from hvpipe.engine.engine import Compression, EngineClient
 from hvpipe.monitor.utilization import Sampler, SamplerOptions
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
@@ -32,7 +32,7 @@ MOST_SAMPLER_CORES = 0.01
 class Measurement:
     """What one rank measures: a row for each figure."""
 
-    def __init__(self, engine: Engine, gpu: TorchGpu, sizes: Sizes, rows: Rows) -> None:
+    def __init__(self, engine: EngineClient, gpu: TorchGpu, sizes: Sizes, rows: Rows) -> None:
         self._engine, self._gpu, self._sizes, self._rows = engine, gpu, sizes, rows
 
     def _median_s(self, ready: Callable[[], object], work: Callable[[], None]) -> float:
@@ -184,7 +184,7 @@ class MeasuredBucket:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         gpu: TorchGpu,
         name: str,
         counts: Sequence[int],
@@ -199,7 +199,7 @@ class MeasuredBucket:
         self._step = 0
 
     def begin(self) -> None:
-        self._engine.core.begin_step(self._plan_id, self._step, 1.0, True)
+        self._engine.native.begin_step(self._plan_id, self._step, 1.0, True)
         self._step += 1
 
     def submit(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import hvpipe
 from bench.gpu.rows import Numbers, Rows
 from bench.gpu.sizes import Sizes
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.plan.buckets import WIRE_DTYPE, Gradient, plan_buckets
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-14, "float16": 4e-3, "bfloat16": 3e-
 class Verification:
     """What one rank verifies: a row for each kind of collective."""
 
-    def __init__(self, engine: Engine, gpu: TorchGpu, sizes: Sizes, rows: Rows, seed: int) -> None:
+    def __init__(self, engine: EngineClient, gpu: TorchGpu, sizes: Sizes, rows: Rows, seed: int) -> None:
         self._engine, self._gpu, self._sizes, self._rows, self._seed = engine, gpu, sizes, rows, seed
 
     def _terms(self, count: int, dtype: str, *key: int) -> tuple[Any, Numbers]:
@@ -125,7 +125,7 @@ class Verification:
             plan_id = self._engine.add_plan(f"steps {compression}", plan, on_device=True)
             errors = []
             for step in range(4):
-                scale, _ = self._engine.core.begin_step(plan_id, step, 1.0, True)
+                scale, _ = self._engine.native.begin_step(plan_id, step, 1.0, True)
                 mine, terms = zip(
                     *(self._terms(n, "float32", step, i) for i, n in enumerate(counts)), strict=True
                 )
@@ -148,7 +148,7 @@ class Verification:
             self._rows.verified(f"steps, compression {compression}", errors, TOLERANCE[wire])
 
 
-def pass_on(engine: Engine, array: Any, out: Any, tag: int) -> list[Any]:
+def pass_on(engine: EngineClient, array: Any, out: Any, tag: int) -> list[Any]:
     """Start a message to the next rank, and one from the rank before. Return their requests."""
     rank, size = hvpipe.rank(), hvpipe.size()
     received = engine.receive_on_device(out, (rank - 1) % size, tag, "a message")

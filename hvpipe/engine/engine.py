@@ -53,10 +53,10 @@ def check_compression(compression: str | None) -> None:
         )
 
 
-class Engine:
+class EngineClient:
     """Collectives between the ranks of a world; owns the progress thread and the fused buffers.
 
-    With one rank and no MPI, `core` is None: there is no C++ engine, and every collective is a copy.
+    With one rank and no MPI, `native` is None: there is no C++ engine, and every collective is a copy.
 
     All ranks call the blocking methods in the same order. Ranks that disagree get a MismatchError, and a wait
     beyond the time limit raises a DeadlineError. After either error the engine accepts no more calls.
@@ -78,7 +78,7 @@ class Engine:
         self._gpu_route: str | None = None
         self._groups: dict[tuple[int, ...], int] = {}
         self._all_on_gpus: bool | None = None
-        self.core: Any = world.make_engine(settings)
+        self.native: Any = world.make_engine(settings)
         self._plans: dict[int, tuple[Any, ...]] = {}  # by number
 
     def allreduce(
@@ -118,23 +118,23 @@ class Engine:
         target: Array = (
             np.empty_like(source) if out is None else source if in_place else check_output(out, source)
         )
-        if self.core is None:
+        if self.native is None:
             np.copyto(check_output(target, source), source)
             return target
         scale = 1.0 / self.world.size if op == "average" else 1.0
         if compression is None or dtype != "float32":
             given = source if dtype != "bfloat16" else as_plain_dtype(source)
             if in_place:
-                self.core.all_reduce_in_place(given, dtype, scale, call)
+                self.native.all_reduce_in_place(given, dtype, scale, call)
             else:
-                self.core.all_reduce(given, as_plain_dtype(target), dtype, scale, call)
+                self.native.all_reduce(given, as_plain_dtype(target), dtype, scale, call)
             return target
         check_output(target, source)
         wire = WIRE_DTYPE[compression]
         native = import_native()
         buffer = np.empty(source.size, np.uint16)
         native.cast(source, "float32", buffer, wire, scale)
-        self.core.all_reduce_in_place(buffer, wire, 1.0, f"{call} under {compression}")
+        self.native.all_reduce_in_place(buffer, wire, 1.0, f"{call} under {compression}")
         native.cast(buffer, wire, target, "float32", 1.0)
         return target
 
@@ -155,13 +155,13 @@ class Engine:
         self.use_device()
         scale = 1.0 / self.world.size if op == "average" else 1.0
         stream = common_stream([source, target])
-        self.core.all_reduce_device(
+        self.native.all_reduce_device(
             *(source.address, target.address, source.nbytes, source.dtype, scale, _CALL_NAMES[op], stream)
         )
         return out
 
     def _on_device(self, array: Any) -> DeviceArray:
-        self._core_for("A device array")
+        self._native_for("A device array")
         return device_array(array, import_native())
 
     def use_device(self, ordinal: int | None = None) -> str:
@@ -175,7 +175,7 @@ class Engine:
         Returns:
             The route of data on GPUs, for people; if it is not NCCL, with the reason.
         """
-        core = self._core_for("A GPU")
+        core = self._native_for("A GPU")
         with self._gpu_lock:
             if self._gpu_route is None:
                 opened, text = open_gpu(core, self._settings, ordinal)
@@ -187,12 +187,12 @@ class Engine:
     @property
     def nccl_connects_all(self) -> bool:
         """Whether data on GPUs goes by NCCL between all ranks, also between hosts; after `use_device`."""
-        return bool(self._core_for("NCCL").nccl_connects_all)
+        return bool(self._native_for("NCCL").nccl_connects_all)
 
     @property
     def messages_by_nccl(self) -> bool:
         """Whether NCCL carries messages and sums of groups of ranks; after `use_device`."""
-        return bool(self._core_for("NCCL").messages_by_nccl)
+        return bool(self._native_for("NCCL").messages_by_nccl)
 
     def use_gpus_of_all(self, ordinal: int | None) -> bool:
         """Tell whether the gradients of all ranks are reduced in the memory of their GPUs.
@@ -206,7 +206,7 @@ class Engine:
         Raises:
             HvpipeError: If HVPIPE_NCCL_LIBRARY names an NCCL that not all ranks can use.
         """
-        core = self._core_for("A GPU")
+        core = self._native_for("A GPU")
         with self._gpu_lock:
             if self._all_on_gpus is None:
                 route = None
@@ -219,7 +219,7 @@ class Engine:
     def submit_on_device(self, plan: int, bucket: int, tensors: Sequence[Any], scale: float) -> None:
         """Pack a bucket's device arrays, times `scale`, and let its all-reduce start. Does not wait."""
         found = [self._on_device(tensor) for tensor in tensors]
-        self.core.submit_device(plan, bucket, [f.span for f in found], scale, common_stream(found))
+        self.native.submit_device(plan, bucket, [f.span for f in found], scale, common_stream(found))
 
     def collect_on_device(
         self, plan: int, bucket: int, tensors: Sequence[Any], on_stream: bool = False
@@ -230,7 +230,7 @@ class Engine:
         waits for the sum.
         """
         found = [check_writable(self._on_device(tensor)) for tensor in tensors]
-        self.core.collect_device(plan, bucket, [f.span for f in found], common_stream(found), on_stream)
+        self.native.collect_device(plan, bucket, [f.span for f in found], common_stream(found), on_stream)
 
     def allgather(self, array: Any) -> Array:
         """Concatenate the arrays of all ranks along axis 0, in rank order.
@@ -241,7 +241,7 @@ class Engine:
         source = host_array(array)
         if source.ndim == 0:
             raise HvpipeError("allgather needs an array with at least one axis. Received: a scalar")
-        if self.core is None:
+        if self.native is None:
             return np.array(source)
         what = f"allgather of {source.dtype}{['*', *source.shape[1:]]}"
         rows = self._lengths(source.shape[0], what)
@@ -253,7 +253,7 @@ class Engine:
     def _lengths(self, mine: int, what: str) -> Array:
         """Return a number of each rank, in rank order."""
         everyones = np.empty(self.world.size, np.int64)
-        self.core.gather(
+        self.native.gather(
             np.array([mine], np.int64), everyones, [8] * self.world.size, None, f"{what} (lengths)"
         )
         return everyones
@@ -262,7 +262,7 @@ class Engine:
         """Return the bytes of all ranks, in rank order; with a `root`, none on other ranks."""
         receives = root is None or root == self.world.rank
         gathered = np.empty(int(lengths.sum()) if receives else 0, np.uint8)
-        self.core.gather(mine, gathered, lengths.tolist(), root, what)
+        self.native.gather(mine, gathered, lengths.tolist(), root, what)
         return gathered
 
     def broadcast(self, array: Any, root: int = 0) -> Array:
@@ -277,12 +277,12 @@ class Engine:
             filled = check_writable(self._on_device(array))
             self.use_device()
             what = f"broadcast of {filled.dtype}{list(filled.shape)} from rank {root}"
-            self.core.broadcast_device(*filled.span, root, what, filled.stream)
+            self.native.broadcast_device(*filled.span, root, what, filled.stream)
             return array  # type: ignore[no-any-return]
         target: Array = np.array(host_array(array))
-        if self.core is not None:
+        if self.native is not None:
             what = f"broadcast of {target.dtype}{list(target.shape)} from rank {root}"
-            self.core.broadcast(as_plain_dtype(target), root, what)
+            self.native.broadcast(as_plain_dtype(target), root, what)
         return target
 
     def _check_root(self, root: int) -> None:
@@ -299,7 +299,7 @@ class Engine:
         Returns:
             The `samples` of every rank, in rank order.
         """
-        return [samples] if self.core is None else list(self.core.agree(what, samples))
+        return [samples] if self.native is None else list(self.native.agree(what, samples))
 
     def agree_patiently(self, what: str, limit_s: float, shown: str = "") -> None:
         """Wait until all ranks call this with the same `what`. A rank may be busy with other work for long.
@@ -311,7 +311,7 @@ class Engine:
             limit_s: The longest wait, in seconds, instead of the engine's time limit.
             shown: What errors of other ranks say that this one is at; `what` if not given.
         """
-        if self.core is None:
+        if self.native is None:
             return
         late_s = min(_LATE_S, limit_s / 4)
 
@@ -322,7 +322,7 @@ class Engine:
                 *(self.world.rank, self.world.host, late_s, what, missing, limit_s),
             )
 
-        self.core.agree_patiently(what, limit_s, late_s, warn, shown)
+        self.native.agree_patiently(what, limit_s, late_s, warn, shown)
 
     def request(self, bits: int, wanted: bool = True) -> None:
         """Set or clear bits that all ranks see in `requests` after the next exchange. Any thread may call.
@@ -332,22 +332,22 @@ class Engine:
         """
         with self._requests_lock:
             self._own_requests = self._own_requests | bits if wanted else self._own_requests & ~bits
-            if self.core is not None:
-                self.core.set_requests(self._own_requests)
+            if self.native is not None:
+                self.native.set_requests(self._own_requests)
 
     def requests(self) -> int:
         """Return the bits that any rank had set in the last exchange; the same on all ranks between steps."""
-        if self.core is None or self.world.size == 1:
+        if self.native is None or self.world.size == 1:
             return self._own_requests
-        return int(self.core.requests())
+        return int(self.native.requests())
 
     def allgather_object(self, value: Any, what: str) -> list[Any]:
         """Return the plain values (see hvpipe.world.objects) of all ranks; errors say `what` the user did."""
-        return [value] if self.core is None else self._gathered_objects(value, what)
+        return [value] if self.native is None else self._gathered_objects(value, what)
 
     def gather_object(self, value: Any, what: str) -> list[Any] | None:
         """Return the plain values of all ranks, in rank order, on rank 0, and None on the others."""
-        if self.core is None:
+        if self.native is None:
             return [value]
         values = self._gathered_objects(value, what, root=0)
         return values if self.world.rank == 0 else None
@@ -363,14 +363,14 @@ class Engine:
     def broadcast_object(self, value: Any, what: str, root: int = 0) -> Any:
         """Return the plain value of rank `root` on every rank."""
         self._check_root(root)
-        if self.core is None:
+        if self.native is None:
             return value
         sends = self.world.rank == root
         payload: Array = np.frombuffer(packed(value) if sends else b"", np.uint8)
         length = np.array([payload.size], np.int64)
-        self.core.broadcast(length, root, f"{what} (length)")
+        self.native.broadcast(length, root, f"{what} (length)")
         data: Array = np.array(payload) if sends else np.empty(int(length[0]), np.uint8)
-        self.core.broadcast(data, root, what)
+        self.native.broadcast(data, root, what)
         return value if sends else unpacked(data.data)
 
     def allgather_any_object(self, value: Any) -> list[Any]:
@@ -398,15 +398,15 @@ class Engine:
         """
         if is_device_array(array):
             found = self._on_device(array)
-            return self.core.send_device(array, *found.span, peer, tag, what, common_stream([found]))
-        return self._core_for(what).send(as_bytes(host_array(array)), peer, tag, what)
+            return self.native.send_device(array, *found.span, peer, tag, what, common_stream([found]))
+        return self._native_for(what).send(as_bytes(host_array(array)), peer, tag, what)
 
     def receive(self, nbytes: int, peer: int, tag: int, what: str) -> Any:
         """Start to receive bytes from rank `peer`; return a request.
 
         After the request's `wait()`, its `arrived()` returns the bytes as uint8[nbytes].
         """
-        return self._core_for(what).receive(nbytes, peer, tag, what)
+        return self._native_for(what).receive(nbytes, peer, tag, what)
 
     def receive_on_device(self, array: Any, peer: int, tag: int, what: str) -> Any:
         """Start to receive bytes from rank `peer` into a device array; return a request.
@@ -415,28 +415,28 @@ class Engine:
         them.
         """
         found = check_writable(self._on_device(array))
-        return self.core.receive_device(array, *found.span, peer, tag, what, common_stream([found]))
+        return self.native.receive_device(array, *found.span, peer, tag, what, common_stream([found]))
 
     def post_send(self, peer: int, tag: int, what: str) -> Any:
         """Reserve a message to rank `peer`; return a request.
 
         TensorFlow passes the device array later, under the request's `number`.
         """
-        return self._core_for(what).post_send(peer, tag, what)
+        return self._native_for(what).post_send(peer, tag, what)
 
     def post_receive(self, nbytes: int, peer: int, tag: int, what: str) -> Any:
         """Start to receive bytes into the engine's own device memory; return a request.
 
         TensorFlow takes the bytes later, under the request's `number`.
         """
-        return self._core_for(what).post_receive(nbytes, peer, tag, what)
+        return self._native_for(what).post_receive(nbytes, peer, tag, what)
 
     def add_group(self, ranks: Sequence[int]) -> int:
         """Make a group of ranks (ascending, with this one) that reduce among themselves.
 
         All ranks of the group call it. Returns the number of the group, the same for the same ranks.
         """
-        core, members = self._core_for("add_group"), tuple(ranks)
+        core, members = self._native_for("add_group"), tuple(ranks)
         if members not in self._groups:
             self._groups[members] = int(core.add_group(list(members)))
         return self._groups[members]
@@ -446,7 +446,7 @@ class Engine:
 
         The ranks of the group call it in the same order, and get the same bits.
         """
-        core = self._core_for(what)
+        core = self._native_for(what)
         return core.group_all_reduce(group, as_plain_dtype(array), reducible_dtype(array), what)
 
     def post_group_reduce(self, group: int, count: int, dtype: str, what: str) -> Any:
@@ -455,22 +455,22 @@ class Engine:
         TensorFlow passes an array of `count` elements later, under the request's `number`. After `wait()` it
         takes the sum under the same number. The ranks of the group call this in the same order.
         """
-        return self._core_for(what).post_group_reduce(group, count, dtype, what)
+        return self._native_for(what).post_group_reduce(group, count, dtype, what)
 
     def send_posted(self, number: int, array: Any) -> None:
         """Hand over the device array of what was posted, as TensorFlow's kernels do with tensors."""
         found = self._on_device(array)
-        self.core.send_posted(number, array, *found.span, common_stream([found]))
+        self.native.send_posted(number, array, *found.span, common_stream([found]))
 
     def take_posted(self, number: int, array: Any) -> None:
         """Write what has arrived into a device array, behind the work that the array's stream holds."""
         found = check_writable(self._on_device(array))
-        self.core.take_posted(number, *found.span, found.dtype, common_stream([found]))
+        self.native.take_posted(number, *found.span, found.dtype, common_stream([found]))
 
-    def _core_for(self, what: str) -> Any:
-        if self.core is None:
+    def _native_for(self, what: str) -> Any:
+        if self.native is None:
             raise HvpipeError(f"{what} needs another rank. Received: one rank without MPI")
-        return self.core
+        return self.native
 
     def add_plan(self, name: str, plan: BucketPlan, on_device: bool = False) -> int:
         """Make the fused buffers of the buckets that one step reduces together. Not collective.
@@ -483,25 +483,25 @@ class Engine:
         Returns:
             The number of the plan, which no other plan of this process has.
         """
-        if self.core is None:
+        if self.native is None:
             raise HvpipeError("A plan needs several ranks or MPI. Received: one rank without MPI")
         rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority, b.row) for b in plan.buckets]
         arguments = (name, plan.signature, rows, on_device)
         number = next(_plan_numbers)
-        self.core.add_plan(number, *arguments)
+        self.native.add_plan(number, *arguments)
         self._plans[number] = arguments
         return number
 
     def remove_plan(self, plan: int) -> None:
         """Free the buffers of a plan, unless one of its steps is under way. Not collective."""
         self._plans.pop(plan, None)
-        if self.core is not None:
-            self.core.remove_plan(plan)
+        if self.native is not None:
+            self.native.remove_plan(plan)
 
     def counters(self) -> dict[str, float]:
         """Return totals since the start: bytes, messages, operations, seconds waited and `recorded`."""
         totals = Counter(self._counted)
-        totals.update({} if self.core is None else self.core.counters())
+        totals.update({} if self.native is None else self.native.counters())
         found: dict[str, float] = dict(totals)
         found |= {f"{category}_s": seconds for category, seconds in self._recorded_s.items()}
         found["exposed_wait_s"] = found.get("exposed_wait_s", 0.0) + self._waited_s
@@ -511,7 +511,7 @@ class Engine:
     def take_events(self) -> list[tuple[str, str, float, float]]:
         """Return (category, name, start_s, end_s) of each event recorded since the last call."""
         earlier, self._earlier_events = self._earlier_events, []
-        return earlier if self.core is None else [*earlier, *self.core.take_events()]
+        return earlier if self.native is None else [*earlier, *self.native.take_events()]
 
     @contextlib.contextmanager
     def recorded(self, category: str, name: str) -> Iterator[None]:
@@ -521,10 +521,10 @@ class Engine:
             category: "forward", "backward", "update" or "step".
             name: The event's name in the trace.
         """
-        now = time.perf_counter if self.core is None else import_native().now
+        now = time.perf_counter if self.native is None else import_native().now
         start_s = now()
-        if category == "step" and self.core is not None and self._recorded_steps >= 0:
-            self.core.note_step(name, self._recorded_steps)
+        if category == "step" and self.native is not None and self._recorded_steps >= 0:
+            self.native.note_step(name, self._recorded_steps)
         self._in_step |= category == "step"
         try:
             yield
@@ -532,12 +532,12 @@ class Engine:
             self._in_step &= category != "step"
         end_s = now()
         self._recorded_s[category] += end_s - start_s
-        if category == "step" and self.core is not None:
+        if category == "step" and self.native is not None:
             self._recorded_steps += 1
             if self._recorded_steps == 2:  # a pipeline's; steps of data_parallel are counted in C++
-                self.core.end_first_steps()
-        if self._traced and self.core is not None:
-            self.core.log(category, name, start_s, end_s)
+                self.native.end_first_steps()
+        if self._traced and self.native is not None:
+            self.native.log(category, name, start_s, end_s)
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -558,17 +558,17 @@ class Engine:
 
     def tell_rank_0(self, status: str) -> None:
         """Send rank 0 a text that tells how this rank does. Nothing waits for it. Any thread may call."""
-        if self.core is not None:
-            self.core.tell_rank_0(status)
+        if self.native is not None:
+            self.native.tell_rank_0(status)
 
     def take_statuses(self) -> list[bytes]:
         """Return the newest text of each rank that has told this one since the last call."""
-        return [] if self.core is None else self.core.take_statuses()
+        return [] if self.native is None else self.native.take_statuses()
 
     def lose_ranks(self, why: str) -> None:
         """End all communication, because ranks are lost. Any thread may call."""
-        if self.core is not None:
-            self.core.lose_peer(why)
+        if self.native is not None:
+            self.native.lose_peer(why)
 
     def go_on_with(self, world: World, settings: Settings) -> None:
         """Replace the C++ engine, which has failed, by one between the ranks of `world`; collective.
@@ -576,28 +576,28 @@ class Engine:
         Plans keep their numbers, so graphs that use them stay valid. The buffers of the old engine stay,
         because messages that were under way may still use them.
         """
-        if self.core is not None:
-            self.core.stop()
+        if self.native is not None:
+            self.native.stop()
         self._earlier_events = self.take_events()
-        totals = {} if self.core is None else self.core.counters()
+        totals = {} if self.native is None else self.native.counters()
         self.world, self._settings = world, settings
         self._groups.clear()
-        self.core = world.make_engine(settings)
+        self.native = world.make_engine(settings)
         self._counted.update(totals)
         for number, arguments in list(self._plans.items()):  # a model that is freed now removes its plan
-            self.core.add_plan(number, *arguments)
+            self.native.add_plan(number, *arguments)
             if number not in self._plans:
-                self.core.remove_plan(number)
-        self.core.set_requests(self._own_requests)
+                self.native.remove_plan(number)
+        self.native.set_requests(self._own_requests)
 
     def steps_begun(self) -> int:
         """Return how many training steps this rank has announced to the others."""
-        return 0 if self.core is None else int(self.core.counters()["steps"])
+        return 0 if self.native is None else int(self.native.counters()["steps"])
 
     def fail_in_step(self, why: str, what: str = "A step") -> None:
         """End all communication with an error, because `what`, which began, will not be complete."""
-        if self.core is not None:
-            self.core.fail(
+        if self.native is not None:
+            self.native.fail(
                 f"{what} ended with an error on this rank after it began. "
                 "The other ranks may wait for its tensors, and weights may be updated in part, "
                 f"so this process cannot continue training. Received: {why}"
@@ -605,11 +605,11 @@ class Engine:
 
     def leave_to_parent(self) -> None:
         """In a child of os.fork(): forget the engine, which belongs to the parent. Calls then raise."""
-        if self.core is not None:
-            import_native().leave_to_parent(self.core)
-            self.core = LeftToParent()
+        if self.native is not None:
+            import_native().leave_to_parent(self.native)
+            self.native = LeftToParent()
 
     def stop(self) -> None:
         """Leave the other ranks, which leave too. Ends the progress thread and frees what MPI holds."""
-        if self.core is not None:
-            self.core.stop()
+        if self.native is not None:
+            self.native.stop()

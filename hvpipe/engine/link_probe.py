@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Link
 from hvpipe.specs.cluster_fit import fit_link, sustained
@@ -25,7 +25,7 @@ _TAG = 0
 
 
 def measure_links(
-    engine: Engine,
+    engine: EngineClient,
     *,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     repeats: int = 7,
@@ -112,7 +112,7 @@ def _repeated(work: Callable[[], object] | None) -> Iterator[None]:
 
 
 def _one_way_s(
-    engine: Engine, pair: tuple[int, int], sizes_bytes: Sequence[int], repeats: int
+    engine: EngineClient, pair: tuple[int, int], sizes_bytes: Sequence[int], repeats: int
 ) -> list[float]:
     """Return the one-way time per size, in seconds, on the first rank of the pair. The other rank answers."""
     first, second = pair
@@ -123,7 +123,7 @@ def _one_way_s(
     return []
 
 
-def _ping_pong_s(engine: Engine, peer: int, nbytes: int, repeats: int) -> float:
+def _ping_pong_s(engine: EngineClient, peer: int, nbytes: int, repeats: int) -> float:
     """Return half the median round trip of a message, in seconds."""
     data = np.zeros(nbytes, np.uint8)
     what = f"a message of {nbytes} bytes that measures the link"
@@ -139,7 +139,7 @@ def _ping_pong_s(engine: Engine, peer: int, nbytes: int, repeats: int) -> float:
     return statistics.median(taken_s[_WARM_UPS:]) / 2
 
 
-def _answer(engine: Engine, peer: int, nbytes: int, repeats: int) -> None:
+def _answer(engine: EngineClient, peer: int, nbytes: int, repeats: int) -> None:
     data = np.zeros(nbytes, np.uint8)
     what = f"a message of {nbytes} bytes that measures the link"
     there = engine.receive(nbytes, peer, _TAG, what)

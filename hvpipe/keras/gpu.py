@@ -111,7 +111,7 @@ def reduces_on_gpu(session: Session) -> bool:
     They do if every rank can open the GPU that TensorFlow uses. The first call is collective in jobs where
     any rank may have a GPU.
     """
-    if session.engine.core is None or session.settings.elastic:
+    if session.engine.native is None or session.settings.elastic:
         return False  # NCCL does not survive the loss of a rank
     visible = tf.config.get_visible_devices("GPU")
     # TensorFlow's first GPU is its only one, unless the user chose before hvpipe. Both count as CUDA does.

@@ -47,14 +47,14 @@ def library() -> Any:
 
 
 def send_message(number: int, tensor: Any) -> None:
-    """Hand over the tensor of what was posted (Engine.post_send, post_group_reduce). Does not wait."""
+    """Hand over the tensor of what was posted (EngineClient.post_send, post_group_reduce). Does not wait."""
     with tf.device("CPU:0"):
         on_the_host = tf.constant(number, tf.int64)
     library().hvpipe_send_message(number=on_the_host, tensor=tensor)
 
 
 def take_message(number: int, shape: Sequence[int], dtype: Any) -> Any:
-    """Return the tensor that has arrived (Engine.post_receive, post_group_reduce)."""
+    """Return the tensor that has arrived (EngineClient.post_receive, post_group_reduce)."""
     with tf.device("CPU:0"):
         on_the_host = tf.constant(number, tf.int64), tf.constant(list(shape), tf.int64, [len(shape)])
     return library().hvpipe_take_message(number=on_the_host[0], shape=on_the_host[1], T=dtype)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.environment.settings import Settings
 from hvpipe.log import logger
 from hvpipe.monitor.status_files import RankStatus, StatusFolder
@@ -50,7 +50,7 @@ class StatusReporter:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         job: JobInfo,
         folder: str | None,
         progress: Callable[[], TrainingProgress],
@@ -133,7 +133,7 @@ class StatusReporter:
 
 
 def open_status_reporter(
-    engine: Engine, settings: Settings, progress: Callable[[], TrainingProgress]
+    engine: EngineClient, settings: Settings, progress: Callable[[], TrainingProgress]
 ) -> StatusReporter | None:
     """Return this rank's reporter, or None if rank 0's settings switch reports off. Collective."""
     world = engine.world

@@ -134,13 +134,13 @@ def test_gpus_that_are_in_use_already_are_an_error_among_several_ranks(machine: 
         claim_gpu(session(0, 2))
 
 
-class Engine:
+class EngineClient:
     """An engine whose ranks can or cannot open their GPUs. It records which one this rank has."""
 
     nccl_connects_all = False
 
     def __init__(self, opens: bool) -> None:
-        self.core = object()
+        self.native = object()
         self.opens = opens
         self.ordinal: int | None = None
         self.on_device: bool | None = None
@@ -170,7 +170,7 @@ def test_gradients_and_messages_stay_on_gpus_if_all_ranks_can(
     monkeypatch: Any, gpus: list[str], opens: bool, ordinal: int | None
 ) -> None:
     sees(monkeypatch, gpus)
-    engine = Engine(opens)
+    engine = EngineClient(opens)
     engine.ordinal = -1
     session = SimpleNamespace(engine=engine, settings=Settings())
     assert reduces_on_gpu(session) is opens
@@ -184,7 +184,7 @@ def test_gradients_and_messages_stay_on_gpus_if_all_ranks_can(
 def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:
     """This includes a GPU that the user chose before hvpipe.init()."""
     sees(monkeypatch, ["GPU:2"])
-    engine = Engine(opens=True)
+    engine = EngineClient(opens=True)
     reduces_on_gpu(SimpleNamespace(engine=engine, settings=Settings()))
     assert engine.ordinal == 2
 
@@ -195,7 +195,7 @@ def test_ops_are_placed_on_the_device_of_their_plans_memory(
 ) -> None:
     """TensorFlow sees a GPU, and every rank opens its own, or one cannot. The graph never runs."""
     sees(monkeypatch, ["GPU:0"])
-    engine = Engine(opens)
+    engine = EngineClient(opens)
     session = SimpleNamespace(engine=engine, settings=Settings(bucket_bytes=1000), announcements=0)
     reducer = BucketReducer(session, "gradients", [tf.Variable([1.0, 2.0], name="weight")])
 
@@ -227,7 +227,7 @@ def test_hvpipes_own_numbers_stay_on_the_host(monkeypatch: Any, overlap: str) ->
     optimizer.build(weights)
     settings = Settings(bucket_bytes=16)
     noted = {"announcements": 0, "averagings": 0, "averaged": {}, "looked_at": set()}
-    session = SimpleNamespace(engine=Engine(opens=True), settings=settings, **noted)
+    session = SimpleNamespace(engine=EngineClient(opens=True), settings=settings, **noted)
     monkeypatch.setattr(tf, "Variable", note)
     overlapped = OptimizerHook(
         session, optimizer, weights, OVERLAPS[overlap](OverlapOptions()), ReduceOptions()
@@ -279,7 +279,7 @@ def test_a_single_rank_keeps_its_counters_on_the_models_device(
 
 def test_a_plan_is_removed_when_it_is_ended_or_forgotten(monkeypatch: Any) -> None:
     sees(monkeypatch, [])
-    engine = Engine(opens=True)
+    engine = EngineClient(opens=True)
     session = SimpleNamespace(engine=engine, settings=Settings(bucket_bytes=1000), announcements=0)
     reducer = BucketReducer(session, "gradients", [tf.Variable([1.0])])
     reducer.end()

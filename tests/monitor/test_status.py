@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.environment.settings import Settings
 from hvpipe.monitor import status_files
 from hvpipe.monitor.status_files import JOB_PREFIX, RankStatus, StatusFolder, read_jobs
@@ -130,7 +130,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
         StatusFolder(None, "a-1", 0)
 
 
-class EngineOnHost(Engine):
+class EngineOnHost(EngineClient):
     """An engine that keeps what its rank tells rank 0, and hands over what others have told."""
 
     def __init__(self, host: str = "a", rank: int = 0) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import hvpipe
 from arrays import DTYPES, Array
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.session import current
 from native_build import build
 
@@ -89,10 +89,10 @@ class Libraries:
     nccl_without_memory: str
 
 
-def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
+def open_engine(libraries: Libraries, way: str, **changes: Any) -> EngineClient:
     """Open an engine that sends data through `way`, with `changes` to its settings."""
     session = current()
-    if session.engine.core is None:
+    if session.engine.native is None:
         pytest.skip("one rank without MPI has no C++ engine")
     changes.setdefault("nccl_library", "none" if way == "host" else libraries.nccl)
     changes.setdefault("device_library", libraries.device)
@@ -100,7 +100,7 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
     changes.setdefault("gpus_may_be_shared", session.settings.ranks_per_host > 0)
     changes.setdefault("first_step_timeout_s", changes.get("timeout_s", session.settings.timeout_s))
     settings = replace(session.settings, job_may_have_gpus=True, **changes)
-    return Engine(session.world, settings)
+    return EngineClient(session.world, settings)
 
 
 def open_in_session() -> str:

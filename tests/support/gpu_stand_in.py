@@ -13,7 +13,7 @@ import numpy as np
 from bench.gpu import check_worker
 from bench.gpu.rows import Numbers
 from devices import TYPESTR, finish_stream
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 
 
 class OnDevice(np.ndarray[Any, Any]):
@@ -77,14 +77,14 @@ class StandIn:
 
 def spoil_all_reduce() -> None:
     """Make the last number of every sum wrong."""
-    whole = Engine.allreduce
+    whole = EngineClient.allreduce
 
-    def spoilt(self: Engine, array: Any, op: Any = "average", *, out: Any) -> Any:
+    def spoilt(self: EngineClient, array: Any, op: Any = "average", *, out: Any) -> Any:
         whole(self, array, op, out=out)
         out[-1] += 1
         return out
 
-    Engine.allreduce = spoilt  # type: ignore[method-assign]
+    EngineClient.allreduce = spoilt  # type: ignore[method-assign]
 
 
 def open_stand_in(local_rank: int) -> StandIn:

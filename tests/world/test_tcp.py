@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from stores import open_store
 
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.environment.discover import Launch
 from hvpipe.environment.settings import Settings
 from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
@@ -272,7 +272,7 @@ def test_no_pickle_of_ranks_that_prove_nothing_is_read(
     path = tmp_path / "ran"
     gather = lambda value, what: world.allgather_object(value)  # noqa: E731
     engine = SimpleNamespace(world=world, allgather_object=gather)
-    calls = (world.allgather_object, functools.partial(Engine.allgather_any_object, engine))
+    calls = (world.allgather_object, functools.partial(EngineClient.allgather_any_object, engine))
     for call in calls:
         stranger.send(pickle.dumps(Attack(path)), [0], 5.0)
         with pytest.raises(PeerError, match="Another rank should send what this version of hvpipe can read"):

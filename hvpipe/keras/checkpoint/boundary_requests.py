@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from hvpipe.checkpoints.every import Every
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 
-# Bits of `Engine.requests`, which all ranks see alike at a step boundary.
+# Bits of `EngineClient.requests`, which all ranks see alike at a step boundary.
 STOP = 1
 """A rank was asked to stop."""
 BUSY = 2
@@ -27,7 +27,7 @@ class CheckpointTimer:
         step: Steps done so far.
     """
 
-    def __init__(self, every: Every, engine: Engine, rank: int, step: int) -> None:
+    def __init__(self, every: Every, engine: EngineClient, rank: int, step: int) -> None:
         self._every = every
         self._engine = engine
         self._rank = rank

@@ -195,7 +195,7 @@ class Timed(StandIn):
         super().__init__(0)
         self.now_s = self.reduced_s = 0.0
         self.seen: set[str] = set()
-        self.core = SimpleNamespace(begin_step=lambda *_: (1.0, 1.0))
+        self.native = SimpleNamespace(begin_step=lambda *_: (1.0, 1.0))
 
     def spend(self, what: str, cost_s: float) -> None:
         self.now_s += cost_s if what in self.seen else 1.0

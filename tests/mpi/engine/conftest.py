@@ -11,7 +11,7 @@ import pytest
 import hvpipe
 from devices import Libraries, OnDevice
 from distributed import rank_in_environment
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.session import current
 from in_step import InStep
 from native_build import build
@@ -52,13 +52,13 @@ def free_arrays() -> Iterator[None]:
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine() -> EngineClient:
     return current().engine
 
 
 @pytest.fixture
-def core(engine: Engine) -> Any:
+def core(engine: EngineClient) -> Any:
     """Return the C++ engine. Skip the case if there is none."""
-    if engine.core is None:
+    if engine.native is None:
         pytest.skip("one rank without MPI has no C++ engine")
-    return engine.core
+    return engine.native

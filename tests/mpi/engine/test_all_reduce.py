@@ -21,7 +21,7 @@ from arrays import (
     part,
     patterns,
 )
-from hvpipe.engine.engine import Compression, Engine
+from hvpipe.engine.engine import Compression, EngineClient
 from hvpipe.environment.settings import settings
 from hvpipe.errors import HvpipeError
 
@@ -193,7 +193,7 @@ def test_punctual_and_late_ranks() -> None:
             np.testing.assert_array_equal(mine, wanted)
 
 
-def test_counters(engine: Engine) -> None:
+def test_counters(engine: EngineClient) -> None:
     before = hvpipe.counters()
     assert before["bytes_sent"] >= 0
     hvpipe.allreduce(np.ones(100_000, np.float32))
@@ -204,7 +204,7 @@ def test_counters(engine: Engine) -> None:
     assert after["operations"] > before["operations"]
     sent = {name: after[name] - before[name] for name in after}
     assert sent["bytes_sent"] == sent["network_bytes_sent"] + sent["shared_memory_bytes"]
-    hosts, share = engine.core.hosts, 400_000 / hvpipe.size()
+    hosts, share = engine.native.hosts, 400_000 / hvpipe.size()
     if hosts == 1 and settings().shared_memory:
         assert sent["shared_memory_bytes"] == 400_000
         assert sent["network_bytes_sent"] == 0
@@ -216,7 +216,7 @@ def test_counters(engine: Engine) -> None:
         # Every rank writes its array to the window. If others read the result, the host's first rank writes
         # that too.
         assert sent["shared_memory_bytes"] in (400_000, 800_000)
-        leads = engine.core.local_rank == 0
+        leads = engine.native.local_rank == 0
         assert sent["network_bytes_sent"] == pytest.approx(
             2 * (hosts - 1) * 400_000 / hosts if leads else 0, rel=0.01
         )

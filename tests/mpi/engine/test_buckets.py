@@ -24,7 +24,7 @@ from arrays import (
     assert_sum,
     digest,
 )
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.buckets import BucketPlan, Gradient, plan_buckets
 from hvpipe.session import current
@@ -106,7 +106,7 @@ def bits(array: Array) -> Array:
 
 @pytest.mark.parametrize("compression", [None, "bf16", "fp16"])
 def test_the_same_buckets_give_the_same_bits_whatever_the_timing(
-    engine: Engine, core: Any, compression: str | None
+    engine: EngineClient, core: Any, compression: str | None
 ) -> None:
     plan = model_plan(compression)
     calm_id = engine.add_plan("calm", plan)
@@ -119,7 +119,7 @@ def test_the_same_buckets_give_the_same_bits_whatever_the_timing(
         assert_equal_on_all_ranks(*calm)
 
 
-def test_gradients_are_averaged_by_samples(engine: Engine, core: Any) -> None:
+def test_gradients_are_averaged_by_samples(engine: EngineClient, core: Any) -> None:
     plan = model_plan()
     reduced = run_step(core, engine.add_plan("averages", plan), plan, 1)
     size = hvpipe.size()
@@ -142,7 +142,7 @@ def reduced_table(core: Any, plan_id: int, table: Array) -> Array:
     return reduced
 
 
-def test_tables_of_any_rows(engine: Engine, core: Any) -> None:
+def test_tables_of_any_rows(engine: EngineClient, core: Any) -> None:
     """Rows are used by no rank, all ranks, one rank, or the same on all. Repeated uses make buffers grow."""
     rank, size = hvpipe.rank(), hvpipe.size()
     plan_id = engine.add_plan("tables", table_plan(500, 16))
@@ -163,7 +163,7 @@ def test_tables_of_any_rows(engine: Engine, core: Any) -> None:
         assert_equal_on_all_ranks(found)
 
 
-def test_nan_and_infinity_are_sent_in_tables(engine: Engine, core: Any) -> None:
+def test_nan_and_infinity_are_sent_in_tables(engine: EngineClient, core: Any) -> None:
     table = np.zeros((100, 16), np.float32)
     last = hvpipe.size() - 1
     if hvpipe.rank() == last:
@@ -175,7 +175,7 @@ def test_nan_and_infinity_are_sent_in_tables(engine: Engine, core: Any) -> None:
 
 
 @pytest.mark.parametrize("row", [16, 17, 33, 64, 75, 100])
-def test_rows_of_any_length(engine: Engine, core: Any, row: int) -> None:
+def test_rows_of_any_length(engine: EngineClient, core: Any, row: int) -> None:
     """The nonzero element of a row may be at any index."""
     rank, size = hvpipe.rank(), hvpipe.size()
     tables = np.zeros((size, 3 * row, row), np.float32)
@@ -185,7 +185,7 @@ def test_rows_of_any_length(engine: Engine, core: Any, row: int) -> None:
     np.testing.assert_allclose(found, tables.mean(0), rtol=1e-6)
 
 
-def test_rows_that_are_zero_on_all_ranks_are_not_sent(engine: Engine, core: Any) -> None:
+def test_rows_that_are_zero_on_all_ranks_are_not_sent(engine: EngineClient, core: Any) -> None:
     rows, row, used = 2000, 64, 20
     table = np.zeros((rows, row), np.float32)
     table[hvpipe.rank() : rows : rows // used] = 1.0
@@ -210,7 +210,7 @@ def test_rows_of_several_tensors_are_refused(core: Any) -> None:
             core.add_plan(0, "tables", 1, [("t", "float32", "float32", counts, 0, 16)], False)
 
 
-def test_steps_of_two_plans_overlap(engine: Engine, core: Any) -> None:
+def test_steps_of_two_plans_overlap(engine: EngineClient, core: Any) -> None:
     plan = plan_buckets([Gradient("w", (30_000,), "float32")], 1 << 20)
     first, second = engine.add_plan("first", plan), engine.add_plan("second", plan)
     ones = np.ones(30_000, np.float32)
@@ -224,7 +224,7 @@ def test_steps_of_two_plans_overlap(engine: Engine, core: Any) -> None:
         np.testing.assert_allclose(out, plan_id + 1, rtol=1e-6)
 
 
-def test_a_rank_that_is_ahead_does_not_block_the_others(engine: Engine, core: Any) -> None:
+def test_a_rank_that_is_ahead_does_not_block_the_others(engine: EngineClient, core: Any) -> None:
     """Its sends in flight could all be of urgent buckets that no other rank has submitted."""
     length = 50_000 * hvpipe.size()  # several messages on every link
     model = [Gradient(f"layer {place}", (length,), "float32") for place in range(13)]
@@ -254,7 +254,7 @@ def test_a_rank_that_is_ahead_does_not_block_the_others(engine: Engine, core: An
         collect(number)
 
 
-def test_a_step_that_accumulates_announces_no_buckets(engine: Engine, core: Any) -> None:
+def test_a_step_that_accumulates_announces_no_buckets(engine: EngineClient, core: Any) -> None:
     plan = plan_buckets([Gradient("w", (3,), "float32")], 100)
     plan_id = engine.add_plan("accumulating", plan)
     for step in range(3):
@@ -267,7 +267,7 @@ def test_a_step_that_accumulates_announces_no_buckets(engine: Engine, core: Any)
     np.testing.assert_allclose(out, 1.0, rtol=1e-6)
 
 
-def test_a_rank_without_samples_adds_nothing(engine: Engine, core: Any) -> None:
+def test_a_rank_without_samples_adds_nothing(engine: EngineClient, core: Any) -> None:
     plan_id = engine.add_plan("unequal", plan_buckets([Gradient("w", (4,), "float32")], 100))
     mine = 5.0 if hvpipe.rank() == 0 else 0.0
     scale, total = core.begin_step(plan_id, 1, mine, True)
@@ -280,7 +280,7 @@ def test_a_rank_without_samples_adds_nothing(engine: Engine, core: Any) -> None:
     assert core.begin_step(plan_id, 2, 0.0, False) == (0.0, 0.0)
 
 
-def test_steps_out_of_order_are_refused_and_harm_nothing(engine: Engine, core: Any) -> None:
+def test_steps_out_of_order_are_refused_and_harm_nothing(engine: EngineClient, core: Any) -> None:
     plan = plan_buckets([Gradient("v", (2,), "float32"), Gradient("w", (3,), "float32")], 12)
     plan_id = engine.add_plan("order", plan)
     two, three = np.ones(2, np.float32), np.ones(3, np.float32)
@@ -314,13 +314,13 @@ def test_a_step_of_an_unknown_plan(core: Any) -> None:
         core.begin_step(9999, 1, 1.0, True)
 
 
-def test_a_plan_without_mpi_is_refused(engine: Engine) -> None:
-    if engine.core is None:
+def test_a_plan_without_mpi_is_refused(engine: EngineClient) -> None:
+    if engine.native is None:
         with pytest.raises(HvpipeError, match="Received: one rank without MPI"):
             engine.add_plan("none", model_plan())
 
 
-def test_waiting_for_a_bucket_is_counted(engine: Engine, core: Any) -> None:
+def test_waiting_for_a_bucket_is_counted(engine: EngineClient, core: Any) -> None:
     if hvpipe.size() == 1:
         pytest.skip("a single rank waits for nobody")
     plan_id = engine.add_plan("exposed", plan_buckets([Gradient("w", (4,), "float32")], 100))
@@ -336,20 +336,20 @@ def test_waiting_for_a_bucket_is_counted(engine: Engine, core: Any) -> None:
         assert after["exposed_wait_s"] - before["exposed_wait_s"] > 0.05
 
 
-def test_nothing_is_recorded_without_a_trace(engine: Engine) -> None:
+def test_nothing_is_recorded_without_a_trace(engine: EngineClient) -> None:
     assert engine.take_events() == []
 
 
 @contextlib.contextmanager
-def traced_engine() -> Iterator[Engine]:
+def traced_engine() -> Iterator[EngineClient]:
     """Open a second engine that records a trace."""
     session = current()
     settings = dataclasses.replace(session.settings, trace_path="recorded")
-    made = Engine(session.world, settings)
+    made = EngineClient(session.world, settings)
     yield made
     made.agree("end of a case")
     made.stop()
-    made.core = None
+    made.native = None
 
 
 def test_an_urgent_bucket_overtakes_a_large_one(core: Any) -> None:
@@ -371,18 +371,18 @@ def test_an_urgent_bucket_overtakes_a_large_one(core: Any) -> None:
     with traced_engine() as engine:
         plan_id = engine.add_plan("overtaking", plan)
         for step in range(5):
-            engine.core.begin_step(plan_id, step, 1.0, True)
+            engine.native.begin_step(plan_id, step, 1.0, True)
             for number, array in enumerate(arrays):
-                engine.core.submit(plan_id, number, [array], 1.0)
+                engine.native.submit(plan_id, number, [array], 1.0)
             for number, array in enumerate(arrays):
-                engine.core.collect(plan_id, number, [np.empty_like(array)])
+                engine.native.collect(plan_id, number, [np.empty_like(array)])
             ends = {name: end for category, name, _, end in engine.take_events() if category == "reduce"}
             overtook.append(ends["urgent"] < ends["large"])
     # One step suffices: a rank may be descheduled between its submissions until the large bucket is done.
     assert any(overtook)
 
 
-def test_a_waiting_engine_uses_no_core(engine: Engine, core: Any) -> None:
+def test_a_waiting_engine_uses_no_core(engine: EngineClient, core: Any) -> None:
     """It waits for work, and for a bucket that another rank has yet to submit."""
     first = hvpipe.rank() == 0
     plan_id = engine.add_plan("late", plan_buckets([Gradient("w", (4,), "float32")], 100))
@@ -406,7 +406,7 @@ def cores_while_asleep() -> float:
     return (time.process_time() - used_s) / (time.monotonic() - begun_s)
 
 
-def test_a_plan_that_one_rank_never_uses_is_harmless(engine: Engine, core: Any) -> None:
+def test_a_plan_that_one_rank_never_uses_is_harmless(engine: EngineClient, core: Any) -> None:
     """Regression: if a rank built one more optimizer than its peers, the next step of any model failed."""
     plan = plan_buckets([Gradient("w", (300,), "float32")], CAP_BYTES)
     ones, total = np.ones(300, np.float32), np.empty(300, np.float32)
@@ -420,7 +420,7 @@ def test_a_plan_that_one_rank_never_uses_is_harmless(engine: Engine, core: Any) 
         engine.remove_plan(each)
 
 
-def test_a_step_that_a_thread_announces_late_is_no_disagreement(engine: Engine, core: Any) -> None:
+def test_a_step_that_a_thread_announces_late_is_no_disagreement(engine: EngineClient, core: Any) -> None:
     """Regression: a rank in an all-reduce took a peer's announcement of a later step for another call.
 
     All ranks make the calls in one order: step of a, all-reduce, step of b. Rank 0 has submitted a and comes

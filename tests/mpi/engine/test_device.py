@@ -24,14 +24,14 @@ from devices import (
     values_of,
     wait_until,
 )
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.buckets import Gradient, plan_buckets
 
 
 # One engine for all cases: with many ranks its start takes longer than a case.
 @pytest.fixture(params=WAYS, scope="session")
-def device_engine(request: Any, libraries: Libraries) -> Iterator[Engine]:
+def device_engine(request: Any, libraries: Libraries) -> Iterator[EngineClient]:
     engine = open_engine(libraries, request.param)
     yield engine
     engine.agree("end of the cases")
@@ -40,7 +40,7 @@ def device_engine(request: Any, libraries: Libraries) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, 1, 5, 4097, 100_000])
-def test_a_device_array_is_summed_into_another(device_engine: Engine, dtype: str, count: int) -> None:
+def test_a_device_array_is_summed_into_another(device_engine: EngineClient, dtype: str, count: int) -> None:
     mine = values_of(hvpipe.rank(), count, dtype)
     out = OnDevice(np.full(count, np.nan).astype(DTYPES[dtype]))
     device_engine.allreduce(OnDevice(mine.copy()), op="sum", out=out)
@@ -48,20 +48,20 @@ def test_a_device_array_is_summed_into_another(device_engine: Engine, dtype: str
     np.testing.assert_array_equal(out.values.astype(np.float64), wanted)
 
 
-def test_a_device_array_is_averaged_in_place(device_engine: Engine) -> None:
+def test_a_device_array_is_averaged_in_place(device_engine: EngineClient) -> None:
     array = OnDevice(values_of(hvpipe.rank(), 1000, "float64"))
     assert device_engine.allreduce(array, out=array) is array
     wanted = sum(values_of(r, 1000, "float64") for r in range(hvpipe.size())) / hvpipe.size()
     np.testing.assert_allclose(array.values, wanted, rtol=1e-15)
 
 
-def test_an_average_may_have_a_sum_beyond_its_type(device_engine: Engine) -> None:
+def test_an_average_may_have_a_sum_beyond_its_type(device_engine: EngineClient) -> None:
     array = OnDevice(np.full(5, 60_000, np.float16))
     device_engine.allreduce(array, out=array)
     np.testing.assert_allclose(array.values, 60_000, rtol=1e-3)
 
 
-def test_calls_of_several_threads_take_turns(device_engine: Engine) -> None:
+def test_calls_of_several_threads_take_turns(device_engine: EngineClient) -> None:
     """Regression: they shared the events and the staging memory, and the ranks disagreed about their order.
 
     On rank 0 each call has a thread, in the order of the other ranks' calls, which come late.
@@ -102,12 +102,12 @@ MODEL = [
 
 @pytest.mark.parametrize("compression", [None, "bf16"])
 def test_steps_of_buckets_are_packed_reduced_and_unpacked(
-    device_engine: Engine, compression: str | None
+    device_engine: EngineClient, compression: str | None
 ) -> None:
     plan = plan_buckets(MODEL, 16_000, compression)
     device_engine.use_device()
     plan_id = device_engine.add_plan(f"on a device, {compression}", plan, on_device=True)
-    core = device_engine.core
+    core = device_engine.native
     size = hvpipe.size()
     for step in range(3):
         scale, total = core.begin_step(plan_id, step, 1.0, True)
@@ -154,7 +154,7 @@ def test_large_buckets_are_registered_with_nccl_on_all_ranks_or_none(
     layers = [Gradient("small", (1_000,), "float32"), Gradient("large", (300_001,), "float32")]
     plan_id = engine.add_plan("a", plan_buckets(layers, 1_000_000), on_device=True)
     for step in range(2):
-        engine.core.begin_step(plan_id, step, 1.0, True)
+        engine.native.begin_step(plan_id, step, 1.0, True)
         arrays = [OnDevice(values_of(hvpipe.rank(), count, "float32")) for count in (300_001, 1_000)]
         for bucket, array in enumerate(arrays):
             engine.submit_on_device(plan_id, bucket, [array], 1.0)
@@ -167,11 +167,11 @@ def test_large_buckets_are_registered_with_nccl_on_all_ranks_or_none(
     assert nccl.nccl_registrations() - registered == large
     engine.agree("end of a case")
     engine.stop()
-    engine.core = None
+    engine.native = None
     assert nccl.nccl_memory_held() == held
 
 
-def test_a_thread_keeps_the_device_that_it_has(device_engine: Engine, libraries: Libraries) -> None:
+def test_a_thread_keeps_the_device_that_it_has(device_engine: EngineClient, libraries: Libraries) -> None:
     device = ctypes.CDLL(libraries.device)
     array = OnDevice(np.ones(10, np.float32))
     device_engine.allreduce(array, out=array)
@@ -179,7 +179,7 @@ def test_a_thread_keeps_the_device_that_it_has(device_engine: Engine, libraries:
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_device_array_is_filled_with_the_roots_numbers(device_engine: Engine, last: bool) -> None:
+def test_a_device_array_is_filled_with_the_roots_numbers(device_engine: EngineClient, last: bool) -> None:
     root = hvpipe.size() - 1 if last else 0
     array = OnDevice(values_of(hvpipe.rank(), 30_000, "float32"))
     device_engine.broadcast(array, root)
@@ -208,7 +208,7 @@ def test_nccl_allocates_before_tensorflow_takes_the_memory(libraries: Libraries)
     assert nccl.nccl_collectives() - before == 2 * 4
     engine.agree("end of a case")
     engine.stop()
-    engine.core = None
+    engine.native = None
     assert things(device, nccl) == held
 
 
@@ -238,14 +238,14 @@ def test_host_memory_is_allocated_once_and_freed(libraries: Libraries) -> None:
     plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000, None), True)
     before = device.host_memory_allocations()
     for step in range(3):
-        engine.core.begin_step(plan_id, step, 1.0, True)
+        engine.native.begin_step(plan_id, step, 1.0, True)
         array = OnDevice(np.ones(3, np.float32))
         engine.submit_on_device(plan_id, 0, [array], 1.0)
         engine.collect_on_device(plan_id, 0, [array])
     assert device.host_memory_allocations() == before
     engine.agree("end of a case")
     engine.stop()
-    engine.core = None
+    engine.native = None
     assert device.things_held() == held
 
 
@@ -259,7 +259,7 @@ def test_the_buffers_of_a_removed_plan_are_freed(libraries: Libraries, way: str)
     plan = plan_buckets(layers, 1_000_000)
     for trial in range(3):
         plan_id = engine.add_plan(f"trial {trial}", plan, on_device=True)
-        engine.core.begin_step(plan_id, 0, 1.0, True)
+        engine.native.begin_step(plan_id, 0, 1.0, True)
         engine.remove_plan(plan_id)  # no effect while a step is under way
         arrays = [OnDevice(values_of(hvpipe.rank(), count, "float32")) for count in (300_001, 1_000)]
         for bucket, array in enumerate(arrays):
@@ -272,7 +272,7 @@ def test_the_buffers_of_a_removed_plan_are_freed(libraries: Libraries, way: str)
         wait_until(lambda: things(device, nccl) == (held, of_nccl, registered))
         assert things(device, nccl) == (held, of_nccl, registered)
     with pytest.raises(HvpipeError, match="was removed"):
-        engine.core.begin_step(plan_id, 1, 1.0, True)
+        engine.native.begin_step(plan_id, 1, 1.0, True)
     engine.agree("end of a case")
     engine.stop()
 
@@ -300,7 +300,7 @@ class ByDlpack:
 
 
 @pytest.mark.parametrize("kind", [2, 13])
-def test_device_and_managed_arrays_are_taken_by_dlpack(device_engine: Engine, kind: int) -> None:
+def test_device_and_managed_arrays_are_taken_by_dlpack(device_engine: EngineClient, kind: int) -> None:
     mine = values_of(hvpipe.rank(), 100, "float32")
     out = np.full(100, np.nan, np.float32)
     device_engine.allreduce(ByDlpack(mine, kind), op="sum", out=ByDlpack(out, kind))
@@ -310,7 +310,7 @@ def test_device_and_managed_arrays_are_taken_by_dlpack(device_engine: Engine, ki
         device_engine.allreduce(ByDlpack(np.ones((4, 4), np.float32).T, kind), out=ByDlpack(out, kind))
 
 
-def test_a_read_only_array_is_not_written(device_engine: Engine) -> None:
+def test_a_read_only_array_is_not_written(device_engine: EngineClient) -> None:
     array = OnDevice(np.ones(3, np.float32))
     kept = OnDevice(np.ones(3, np.float32))
     kept.__cuda_array_interface__["data"] = (kept.values.ctypes.data, True)
@@ -320,7 +320,7 @@ def test_a_read_only_array_is_not_written(device_engine: Engine) -> None:
         device_engine.broadcast(kept)
 
 
-def test_what_cannot_be_reduced_is_refused(device_engine: Engine) -> None:
+def test_what_cannot_be_reduced_is_refused(device_engine: EngineClient) -> None:
     good = OnDevice(np.ones((4, 4), np.float32))
     with pytest.raises(HvpipeError, match=r"device array should be C-contiguous.*strides"):
         device_engine.allreduce(OnDevice(np.ones((4, 4), np.float32).T[:2]), out=good)
@@ -330,9 +330,9 @@ def test_what_cannot_be_reduced_is_refused(device_engine: Engine) -> None:
         device_engine.allreduce(good)
 
 
-def test_buckets_on_a_device_take_no_host_arrays(device_engine: Engine) -> None:
+def test_buckets_on_a_device_take_no_host_arrays(device_engine: EngineClient) -> None:
     device_engine.use_device()
     plan = plan_buckets([Gradient("a", (3,), "float32")], 16_000, None)
     plan_id = device_engine.add_plan("on a device", plan, on_device=True)
     with pytest.raises(HvpipeError, match="This bucket uses device memory"):
-        device_engine.core.submit(plan_id, 0, [np.ones(3, np.float32)], 1.0)
+        device_engine.native.submit(plan_id, 0, [np.ones(3, np.float32)], 1.0)

@@ -160,7 +160,7 @@ def test_an_abort_that_hangs_does_not_delay_the_error(libraries: Libraries, monk
     with pytest.raises(PeerError, match="remote process exited"):
         engine.allreduce(array, out=array)
     engine.stop()
-    engine.core = None
+    engine.native = None
     assert time.monotonic() - start < 30  # the abort takes 60 s
 
 
@@ -180,7 +180,7 @@ def test_a_bucket_that_hangs_in_nccl_ends_the_engine(libraries: Libraries, monke
     engine = open_engine(libraries, "NCCL", timeout_s=5.0)
     engine.use_device()
     plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
-    engine.core.begin_step(plan_id, 0, 1.0, True)
+    engine.native.begin_step(plan_id, 0, 1.0, True)
     monkeypatch.setenv("FAKE_NCCL", "hang")
     array = OnDevice(np.ones(3, np.float32))
     engine.submit_on_device(plan_id, 0, [array], 1.0)
@@ -244,7 +244,7 @@ def test_arrays_of_another_device_are_refused(libraries: Libraries, monkeypatch:
     engine.use_device()
     array = OnDevice(np.ones(3, np.float32))
     plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
-    engine.core.begin_step(plan_id, 0, 1.0, True)
+    engine.native.begin_step(plan_id, 0, 1.0, True)
     monkeypatch.setenv("FAKE_DEVICE_FAILS", "1")  # any launch fails
     monkeypatch.setenv("FAKE_DEVICE_ELSEWHERE", "1")
     for call in (
@@ -273,7 +273,7 @@ def test_a_bucket_that_cannot_be_packed_ends_the_engine(
     engine = open_engine(libraries, "host")
     engine.use_device()
     plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
-    engine.core.begin_step(plan_id, 0, 1.0, True)
+    engine.native.begin_step(plan_id, 0, 1.0, True)
     monkeypatch.setenv(variable, "1")
     array = OnDevice(np.ones(3, np.float32))
     for call in (
@@ -283,7 +283,7 @@ def test_a_bucket_that_cannot_be_packed_ends_the_engine(
         with pytest.raises(kind, match=says):
             call()
     engine.stop()
-    engine.core = None
+    engine.native = None
     assert device.things_held() > held  # the engine keeps what messages may still use
 
 
@@ -294,7 +294,7 @@ def test_a_failed_nccl_finalize_is_an_error_of_stop(libraries: Libraries, monkey
     monkeypatch.setenv("FAKE_NCCL", "finalize")
     with pytest.raises(PeerError, match="ncclCommFinalize: remote process exited"):
         engine.stop()
-    engine.core = None  # deleting it raises nothing
+    engine.native = None  # deleting it raises nothing
 
 
 def test_a_missing_device_library_is_named(libraries: Libraries) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import hvpipe
 from devices import Libraries, OnDevice, needs_others, open_engine, values_of
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.errors import HvpipeError, PeerError
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
@@ -37,14 +37,14 @@ def warnings(caplog: Any) -> Any:
     return lambda: [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
 
 
-def assert_trains_through_the_host(engine: Engine) -> None:
+def assert_trains_through_the_host(engine: EngineClient) -> None:
     """Reduce a bucket of host memory, as TensorFlow's gradients then are."""
     plan = plan_buckets([Gradient("a", (300,), "float32")], 16_000)
     plan_id = engine.add_plan("through the host", plan)
-    engine.core.begin_step(plan_id, 0, 1.0, True)
-    engine.core.submit(plan_id, 0, [values_of(hvpipe.rank(), 300, "float32")], 1.0)
+    engine.native.begin_step(plan_id, 0, 1.0, True)
+    engine.native.submit(plan_id, 0, [values_of(hvpipe.rank(), 300, "float32")], 1.0)
     total = np.empty(300, np.float32)
-    engine.core.collect(plan_id, 0, [total])
+    engine.native.collect(plan_id, 0, [total])
     np.testing.assert_array_equal(total, sum(values_of(r, 300, "float32") for r in range(hvpipe.size())))
     engine.agree("end of a case")
     engine.stop()
@@ -104,7 +104,7 @@ def test_a_job_without_gpus_says_nothing(libraries: Libraries, warnings: Any) ->
 def test_ranks_that_cannot_have_a_gpu_do_not_meet(warnings: Any) -> None:
     """Regression guard: one more optimizer on a rank is no disagreement in a job without GPUs."""
     engine = current().engine
-    if engine.core is None:
+    if engine.native is None:
         pytest.skip("one rank without MPI has no C++ engine")
     if hvpipe.rank() == 0:
         assert not engine.use_gpus_of_all(None)

@@ -17,14 +17,14 @@ import pytest
 import hvpipe
 from arrays import DTYPES
 from devices import WAYS, Libraries, OnDevice, needs_others, open_engine, values_of
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.errors import DeadlineError, HvpipeError, MismatchError, PeerError
 
 COUNTS = (0, 1, 5, 4097, 100_000)
 
 
 @pytest.fixture(params=WAYS, scope="module")
-def engine(request: Any, libraries: Libraries) -> Iterator[Engine]:
+def engine(request: Any, libraries: Libraries) -> Iterator[EngineClient]:
     needs_others()
     opened = open_engine(libraries, request.param)
     opened.use_device()
@@ -43,7 +43,7 @@ def sent_by(rank: int, tag: int) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_go_around_the_ring(engine: Engine, dtype: str) -> None:
+def test_arrays_go_around_the_ring(engine: EngineClient, dtype: str) -> None:
     rank, size = hvpipe.rank(), hvpipe.size()
     before = (rank - 1) % size
     for count in COUNTS:
@@ -77,7 +77,7 @@ def test_an_nccl_before_2_27_gets_no_second_communicator(libraries: Libraries) -
 
 
 @pytest.mark.parametrize("first", ["sends", "receives"])
-def test_all_send_to_all_in_any_order(engine: Engine, first: str) -> None:
+def test_all_send_to_all_in_any_order(engine: EngineClient, first: str) -> None:
     """Every rank sends to all others with many tags, and receives in an order of its own."""
     rank, size, tags = hvpipe.rank(), hvpipe.size(), 12
     pairs = [(other, tag) for other in range(size) if other != rank for tag in range(tags)]
@@ -101,7 +101,7 @@ def test_all_send_to_all_in_any_order(engine: Engine, first: str) -> None:
         np.testing.assert_array_equal(out.values, sent_by(*pair))
 
 
-def test_messages_of_one_tag_keep_their_order(engine: Engine) -> None:
+def test_messages_of_one_tag_keep_their_order(engine: EngineClient) -> None:
     rank, size = hvpipe.rank(), hvpipe.size()
     outs = [empty(9) for _ in range(5)]
     requests = [engine.receive_on_device(out, (rank - 1) % size, 3, "a message") for out in outs]
@@ -113,7 +113,7 @@ def test_messages_of_one_tag_keep_their_order(engine: Engine) -> None:
     assert [out.values[0] for out in outs] == [0, 1, 2, 3, 4]
 
 
-def test_a_message_received_later_does_not_block_others(engine: Engine) -> None:
+def test_a_message_received_later_does_not_block_others(engine: EngineClient) -> None:
     """A message that no rank waits for yet lets later messages of other tags pass."""
     rank, size = hvpipe.rank(), hvpipe.size()
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -126,7 +126,7 @@ def test_a_message_received_later_does_not_block_others(engine: Engine) -> None:
     assert [out.values[0] for out in outs] == [0, 1]
 
 
-def test_messages_between_all_reduces(engine: Engine) -> None:
+def test_messages_between_all_reduces(engine: EngineClient) -> None:
     rank, size = hvpipe.rank(), hvpipe.size()
     out = empty(5000)
     received = engine.receive_on_device(out, (rank - 1) % size, 0, "a message")
@@ -140,7 +140,7 @@ def test_messages_between_all_reduces(engine: Engine) -> None:
     np.testing.assert_array_equal(total.values, np.full(3000, size, np.float32))
 
 
-def groups_of_neighbours(engine: Engine) -> dict[tuple[int, ...], int]:
+def groups_of_neighbours(engine: EngineClient) -> dict[tuple[int, ...], int]:
     """Make all groups of two neighbours, and one of all ranks. Return those with this rank."""
     rank, size = hvpipe.rank(), hvpipe.size()
     wanted = sorted({*((first, first + 1) for first in range(size - 1)), tuple(range(size))})
@@ -148,7 +148,7 @@ def groups_of_neighbours(engine: Engine) -> dict[tuple[int, ...], int]:
 
 
 def sum_over(
-    engine: Engine, group: int, array: OnDevice, out: OnDevice | None, what: str = "a group's sum"
+    engine: EngineClient, group: int, array: OnDevice, out: OnDevice | None, what: str = "a group's sum"
 ) -> Callable[[], None]:
     """Start a group's sum. Return a function that waits for it; without `out`, nobody takes the sum."""
     request = engine.post_group_reduce(group, len(array), array.values.dtype.name, what)
@@ -162,7 +162,7 @@ def sum_over(
     return wait
 
 
-def test_groups_that_overlap_sum_between_messages(engine: Engine) -> None:
+def test_groups_that_overlap_sum_between_messages(engine: EngineClient) -> None:
     """A rank is in up to three groups. All sums and messages are under way at once; some ranks are late."""
     rank, size, times = hvpipe.rank(), hvpipe.size(), 6
     groups = groups_of_neighbours(engine)
@@ -192,7 +192,7 @@ def test_groups_that_overlap_sum_between_messages(engine: Engine) -> None:
         np.testing.assert_array_equal(out.values, wanted)
 
 
-def test_a_sum_takes_no_device_before_all_ranks_have_data(engine: Engine) -> None:
+def test_a_sum_takes_no_device_before_all_ranks_have_data(engine: EngineClient) -> None:
     """Every rank but the first computes its summand from a message of the rank below."""
     rank, size = hvpipe.rank(), hvpipe.size()
     group = engine.add_group(range(size))
@@ -241,7 +241,7 @@ def test_sums_of_different_arrays_are_a_mismatch(libraries: Libraries, count: in
     engine.stop()
 
 
-def test_a_sum_of_another_size_is_refused(engine: Engine) -> None:
+def test_a_sum_of_another_size_is_refused(engine: EngineClient) -> None:
     group = engine.add_group(range(hvpipe.size()))
     request = engine.post_group_reduce(group, 11, "float32", "a group's sum")
     array = OnDevice(np.ones(10, np.float32))
@@ -264,7 +264,7 @@ def test_nothing_is_left_behind(libraries: Libraries, way: str) -> None:
     sum_over(engine, engine.add_group(range(hvpipe.size())), OnDevice(np.ones(9, np.float32)), None)()
     engine.agree("end of a case")
     engine.stop()
-    engine.core = None
+    engine.native = None
     assert device.things_held() == held
 
 
@@ -349,7 +349,10 @@ def test_a_posted_message_ends_with_the_engine(libraries: Libraries) -> None:
     """A waiting request and one posted later both end with an error. Their arrays will not arrive."""
     needs_others()
     other = 1 - min(hvpipe.rank(), 1)
-    for end, says in ((lambda engine: engine.core.fail("a reason"), "a reason"), (Engine.stop, "shut down")):
+    for end, says in (
+        (lambda engine: engine.native.fail("a reason"), "a reason"),
+        (EngineClient.stop, "shut down"),
+    ):
         engine = open_engine(libraries, "NCCL")
         engine.use_device()
         engine.agree("both are here")

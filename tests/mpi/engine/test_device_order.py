@@ -14,7 +14,7 @@ import pytest
 
 import hvpipe
 from devices import WAYS, Libraries, OnDevice, needs_others, open_engine, values_of, wait_until
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.plan.buckets import Gradient, plan_buckets
 
 MADE_ON, USED_ON = 11, 12  # two streams
@@ -23,7 +23,7 @@ MODEL = [Gradient(f"of {count}", (count,), "float32") for count in (1_000, 300_0
 
 
 @pytest.fixture(params=WAYS, scope="module")
-def device_engine(request: Any, libraries: Libraries) -> Iterator[Engine]:
+def device_engine(request: Any, libraries: Libraries) -> Iterator[EngineClient]:
     engine = open_engine(libraries, request.param)
     engine.use_device()
     yield engine
@@ -40,7 +40,7 @@ def sum_of(count: int, step: int = 0) -> Any:
 
 
 def take_steps(
-    engine: Engine, name: str, steps: int, on_stream: bool = False, model: list[Gradient] = MODEL
+    engine: EngineClient, name: str, steps: int, on_stream: bool = False, model: list[Gradient] = MODEL
 ) -> tuple[int, list[list[OnDevice]]]:
     """Train steps with gradients of one stream and sums for another. Return the plan and each step's sums.
 
@@ -50,7 +50,7 @@ def take_steps(
     plan_id = engine.add_plan(name, plan, on_device=True)
     sums: list[list[OnDevice]] = []
     for step in range(steps):
-        engine.core.begin_step(plan_id, step, 1.0, True)
+        engine.native.begin_step(plan_id, step, 1.0, True)
         for index, bucket in enumerate(plan.buckets):
             gradients = [values_of(hvpipe.rank() + step, count, "float32") for count in bucket.counts]
             engine.submit_on_device(plan_id, index, [OnDevice(g, MADE_ON) for g in gradients], 1.0)
@@ -63,7 +63,9 @@ def take_steps(
 
 
 @pytest.mark.parametrize("on_stream", [False, True])
-def test_a_bucket_is_packed_again_after_its_sum_was_read(device_engine: Engine, on_stream: bool) -> None:
+def test_a_bucket_is_packed_again_after_its_sum_was_read(
+    device_engine: EngineClient, on_stream: bool
+) -> None:
     _, steps = take_steps(device_engine, f"several streams {on_stream}", 5, on_stream)
     for step, sums in enumerate(steps):
         for out in sums:
@@ -87,19 +89,19 @@ def test_nccl_scatters_as_backward_goes_and_gathers_as_forward_goes(libraries: L
     engine.stop()
 
 
-def late_sum(engine: Engine, step: int = 0) -> OnDevice:
+def late_sum(engine: EngineClient, step: int = 0) -> OnDevice:
     """Return an array into which its stream has still to unpack the sum of all ranks."""
     _, sums = take_steps(engine, "late", step + 1, model=[Gradient("one", (5_000,), "float32")])
     return sums[-1][0]
 
 
-def test_an_all_reduce_waits_for_the_stream_of_its_array(device_engine: Engine) -> None:
+def test_an_all_reduce_waits_for_the_stream_of_its_array(device_engine: EngineClient) -> None:
     array = late_sum(device_engine)
     device_engine.allreduce(array, op="sum", out=array)
     np.testing.assert_array_equal(array.values, sum_of(len(array)) * np.float32(hvpipe.size()))
 
 
-def test_a_broadcast_waits_for_the_stream_of_its_array(device_engine: Engine) -> None:
+def test_a_broadcast_waits_for_the_stream_of_its_array(device_engine: EngineClient) -> None:
     array = late_sum(device_engine)
     if hvpipe.rank() == 0:
         array = OnDevice(values_of(77, len(array), "float32"))
@@ -107,7 +109,7 @@ def test_a_broadcast_waits_for_the_stream_of_its_array(device_engine: Engine) ->
     np.testing.assert_array_equal(array.values, values_of(77, len(array), "float32"))
 
 
-def test_a_message_is_sent_after_the_work_on_its_stream(device_engine: Engine) -> None:
+def test_a_message_is_sent_after_the_work_on_its_stream(device_engine: EngineClient) -> None:
     needs_others()
     rank, size = hvpipe.rank(), hvpipe.size()
     array = late_sum(device_engine)
@@ -121,7 +123,7 @@ def test_a_message_is_sent_after_the_work_on_its_stream(device_engine: Engine) -
     np.testing.assert_array_equal(out.values, sum_of(len(out)))
 
 
-def test_a_message_is_received_after_the_work_on_its_stream(device_engine: Engine) -> None:
+def test_a_message_is_received_after_the_work_on_its_stream(device_engine: EngineClient) -> None:
     needs_others()
     rank, size = hvpipe.rank(), hvpipe.size()
     array = late_sum(device_engine)
@@ -136,7 +138,7 @@ def test_a_message_is_received_after_the_work_on_its_stream(device_engine: Engin
     np.testing.assert_array_equal(array.values, wanted)
 
 
-def test_a_group_sums_after_the_work_on_an_arrays_stream(device_engine: Engine) -> None:
+def test_a_group_sums_after_the_work_on_an_arrays_stream(device_engine: EngineClient) -> None:
     """What is sent is written late, and the sum is read late."""
     needs_others()
     size = hvpipe.size()
@@ -153,7 +155,7 @@ def test_a_group_sums_after_the_work_on_an_arrays_stream(device_engine: Engine) 
         np.testing.assert_array_equal(out.values, sum_of(len(out), step) * np.float32(size))
 
 
-def test_memory_of_a_posted_message_is_used_again_after_it_was_read(device_engine: Engine) -> None:
+def test_memory_of_a_posted_message_is_used_again_after_it_was_read(device_engine: EngineClient) -> None:
     needs_others()
     rank, size, count = hvpipe.rank(), hvpipe.size(), 4_000
     outs = [empty(count) for _ in range(4)]
@@ -170,7 +172,9 @@ def test_memory_of_a_posted_message_is_used_again_after_it_was_read(device_engin
         np.testing.assert_array_equal(out.values, wanted)
 
 
-def test_a_removed_plan_ends_after_its_sums_were_read(device_engine: Engine, libraries: Libraries) -> None:
+def test_a_removed_plan_ends_after_its_sums_were_read(
+    device_engine: EngineClient, libraries: Libraries
+) -> None:
     device = ctypes.CDLL(libraries.device)
     held = device.things_held()
     plan_id, (sums,) = take_steps(device_engine, "removed", 1)
@@ -190,7 +194,7 @@ def test_an_engine_ends_after_its_sums_were_read(libraries: Libraries, way: str)
     _, sums = take_steps(engine, "the last step", 2)
     engine.agree("end of a case")
     engine.stop()
-    engine.core = None
+    engine.native = None
     assert device.things_held() == held
     for out in sums[-1]:
         np.testing.assert_array_equal(out.values, sum_of(len(out), 1))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hvpipe
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.environment.discover import discover
 from hvpipe.environment.settings import settings
 from hvpipe.errors import DeadlineError, HvpipeError, MismatchError
@@ -27,33 +27,33 @@ ONES = np.ones(5000, np.float32)
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[EngineClient]:
     """Open a second engine, which all ranks may break."""
     with second_engine(TIMEOUT_S) as made:
         yield made
 
 
 @pytest.fixture
-def patient_engine() -> Iterator[Engine]:
+def patient_engine() -> Iterator[EngineClient]:
     """Open a second engine with the long limit."""
     with second_engine(LONG_TIMEOUT_S) as made:
         yield made
 
 
 @contextlib.contextmanager
-def second_engine(timeout_s: float, **changes: Any) -> Iterator[Engine]:
+def second_engine(timeout_s: float, **changes: Any) -> Iterator[EngineClient]:
     if hvpipe.size() not in (2, 3):
         pytest.skip("one rank disagrees with nobody, and four are no other than three")
     wanted = dataclasses.replace(settings(), timeout_s=timeout_s, trace_path="recorded", **changes)
     world = open_world(discover(), wanted)
-    made = Engine(world, wanted)
+    made = EngineClient(world, wanted)
     hvpipe.barrier()
     yield made
     hvpipe.barrier()
     # A broken engine keeps its shared memory until the process ends, because freeing it takes all ranks.
-    made.core.fail("the end of the case")
+    made.native.fail("the end of the case")
     made.stop()
-    made.core = None
+    made.native = None
     world.close()
 
 
@@ -61,12 +61,12 @@ def is_last() -> bool:
     return hvpipe.rank() == hvpipe.size() - 1
 
 
-def begin(engine: Engine, gradients: list[Gradient], reduces: bool = True, name: str = "model") -> None:
+def begin(engine: EngineClient, gradients: list[Gradient], reduces: bool = True, name: str = "model") -> None:
     plan = plan_buckets(gradients, 1000)
-    engine.core.begin_step(engine.add_plan(name, plan), 7, 1.0, reduces)
+    engine.native.begin_step(engine.add_plan(name, plan), 7, 1.0, reduces)
 
 
-Call = Callable[[Engine], Any]
+Call = Callable[[EngineClient], Any]
 WEIGHTS = [Gradient("w", (3,), "float32")]
 # For each disagreement: the call of all ranks but the last, the last rank's call, and how errors describe
 # each.
@@ -149,12 +149,12 @@ FOUND_BY_THE_RANK_BELOW = ("an all-reduce and a barrier", "an all-reduce and a s
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_all_ranks_get_an_error_if_they_disagree(patient_engine: Engine, what: str) -> None:
+def test_all_ranks_get_an_error_if_they_disagree(patient_engine: EngineClient, what: str) -> None:
     engine = patient_engine
     usual, other, says = DISAGREEMENTS[what]
     with pytest.raises((MismatchError, DeadlineError)) as caught:
         (other if is_last() else usual)(engine)
-    if what in FOUND_BY_THE_RANK_BELOW and engine.core.hosts == 1 and settings().shared_memory:
+    if what in FOUND_BY_THE_RANK_BELOW and engine.native.hosts == 1 and settings().shared_memory:
         below = hvpipe.rank() == hvpipe.size() - 2
         assert caught.type is (MismatchError if below else DeadlineError)
         return
@@ -166,7 +166,7 @@ def test_all_ranks_get_an_error_if_they_disagree(patient_engine: Engine, what: s
         engine.agree("anything later")
 
 
-def test_a_wait_that_times_out_names_what_it_waited_for(engine: Engine) -> None:
+def test_a_wait_that_times_out_names_what_it_waited_for(engine: EngineClient) -> None:
     if not is_last():
         with pytest.raises(DeadlineError, match=r"Waited 1.5 s in barrier for .*HVPIPE_TIMEOUT"):
             engine.agree("barrier")
@@ -182,7 +182,7 @@ def test_a_rank_may_be_late_until_two_steps_have_ended(kind: str) -> None:
                 time.sleep(2 * TIMEOUT_S)
             engine.agree(f"step {step}")
             if kind == "data parallel":
-                engine.core.begin_step(plan_id, step, 1.0, False)
+                engine.native.begin_step(plan_id, step, 1.0, False)
             else:
                 with engine.recorded("step", "a step"):
                     pass
@@ -200,7 +200,7 @@ def test_a_first_step_that_never_comes_names_its_limit() -> None:
                 engine.agree("barrier")
 
 
-def test_an_all_reduce_that_a_rank_does_not_join(engine: Engine) -> None:
+def test_an_all_reduce_that_a_rank_does_not_join(engine: EngineClient) -> None:
     if not is_last():
         with pytest.raises(
             DeadlineError, match=r"Waited 1.5 s in allreduce \(average\) of float32\[5000\] for .*rank"
@@ -210,44 +210,44 @@ def test_an_all_reduce_that_a_rank_does_not_join(engine: Engine) -> None:
             engine.agree("later")
 
 
-def test_a_bucket_that_a_rank_does_not_submit(engine: Engine) -> None:
+def test_a_bucket_that_a_rank_does_not_submit(engine: EngineClient) -> None:
     plan = plan_buckets([Gradient("kernel", (300,), "float32"), Gradient("bias", (30,), "float32")], 1000)
     plan_id = engine.add_plan("model", plan)
-    engine.core.begin_step(plan_id, 1, 1.0, True)
-    engine.core.submit(plan_id, 0, [np.ones(30, np.float32)], 1.0)
-    engine.core.collect(plan_id, 0, [np.empty(30, np.float32)])
+    engine.native.begin_step(plan_id, 1, 1.0, True)
+    engine.native.submit(plan_id, 0, [np.ones(30, np.float32)], 1.0)
+    engine.native.collect(plan_id, 0, [np.empty(30, np.float32)])
     if not is_last():
-        engine.core.submit(plan_id, 1, [np.ones(300, np.float32)], 1.0)
+        engine.native.submit(plan_id, 1, [np.ones(300, np.float32)], 1.0)
         with pytest.raises(DeadlineError, match=r"Waited 1\.5 s in kernel for"):
-            engine.core.collect(plan_id, 1, [np.empty(300, np.float32)])
+            engine.native.collect(plan_id, 1, [np.empty(300, np.float32)])
 
 
-def test_a_rank_that_does_not_join_a_bucket_is_named(engine: Engine) -> None:
+def test_a_rank_that_does_not_join_a_bucket_is_named(engine: EngineClient) -> None:
     """Both neighbours in the ring know it: one hears that the rank has not come, and one gets no data."""
-    if settings().shared_memory and engine.core.hosts < hvpipe.size():
+    if settings().shared_memory and engine.native.hosts < hvpipe.size():
         pytest.skip("ranks of one host meet in shared memory")
     last = hvpipe.size() - 1
     length = 100_000 * hvpipe.size()  # several messages on every link
     plan_id = engine.add_plan("model", plan_buckets([Gradient("kernel", (length,), "float32")], 4 * length))
-    engine.core.begin_step(plan_id, 1, 1.0, True)
+    engine.native.begin_step(plan_id, 1, 1.0, True)
     if is_last():
         return
-    engine.core.submit(plan_id, 0, [np.ones(length, np.float32)], 1.0)
+    engine.native.submit(plan_id, 0, [np.ones(length, np.float32)], 1.0)
     behind = "to reach this all-reduce" if hvpipe.rank() == last - 1 else "ring segment"
     with pytest.raises(DeadlineError, match=rf"^(?=.*{behind}).* rank {last}\b"):
-        engine.core.collect(plan_id, 0, [np.empty(length, np.float32)])
+        engine.native.collect(plan_id, 0, [np.empty(length, np.float32)])
 
 
-def test_no_operation_starts_after_a_failure(engine: Engine) -> None:
+def test_no_operation_starts_after_a_failure(engine: EngineClient) -> None:
     plan_id = engine.add_plan("model", plan_buckets(WEIGHTS, 1000))
-    engine.core.begin_step(plan_id, 1, 1.0, True)
+    engine.native.begin_step(plan_id, 1, 1.0, True)
     hvpipe.barrier()
-    engine.core.fail("enough")
+    engine.native.fail("enough")
     out = np.empty(3, np.float32)
     for call in (
-        lambda: engine.core.submit(plan_id, 0, [out], 1.0),
-        lambda: engine.core.collect(plan_id, 0, [out]),
-        lambda: engine.core.begin_step(plan_id, 2, 1.0, True),
+        lambda: engine.native.submit(plan_id, 0, [out], 1.0),
+        lambda: engine.native.collect(plan_id, 0, [out]),
+        lambda: engine.native.begin_step(plan_id, 2, 1.0, True),
         lambda: engine.allreduce(out),
         lambda: engine.broadcast(out),
         lambda: engine.allgather(out),
@@ -257,13 +257,13 @@ def test_no_operation_starts_after_a_failure(engine: Engine) -> None:
             call()
 
 
-def test_a_patient_wait_outlasts_the_timeout(engine: Engine) -> None:
+def test_a_patient_wait_outlasts_the_timeout(engine: EngineClient) -> None:
     if is_last():
         time.sleep(2 * TIMEOUT_S)
     engine.agree_patiently("shutdown", 60)
 
 
-def test_no_operation_starts_after_stop(engine: Engine) -> None:
+def test_no_operation_starts_after_stop(engine: EngineClient) -> None:
     engine.agree("shutdown")
     engine.stop()
     engine.stop()
@@ -271,12 +271,12 @@ def test_no_operation_starts_after_stop(engine: Engine) -> None:
         engine.allreduce(ONES)
 
 
-def test_a_trace_shows_each_bucket(engine: Engine) -> None:
+def test_a_trace_shows_each_bucket(engine: EngineClient) -> None:
     plan_id = engine.add_plan("model", plan_buckets([Gradient("kernel", (300,), "float32")], 1000))
     before_s = time.monotonic()
-    scale, _ = engine.core.begin_step(plan_id, 1, 1.0, True)
-    engine.core.submit(plan_id, 0, [np.ones(300, np.float32)], scale)
-    engine.core.collect(plan_id, 0, [np.empty(300, np.float32)])
+    scale, _ = engine.native.begin_step(plan_id, 1, 1.0, True)
+    engine.native.submit(plan_id, 0, [np.ones(300, np.float32)], scale)
+    engine.native.collect(plan_id, 0, [np.empty(300, np.float32)])
     engine.allreduce(ONES)
     after_s = time.monotonic()
     found = engine.take_events()

@@ -13,7 +13,7 @@ from arrays import (
     DTYPES,
     digest,
 )
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.errors import HvpipeError
 
 
@@ -72,6 +72,6 @@ def test_a_barrier_waits_for_the_last() -> None:
         assert left_s >= max(hvpipe.allgather_object(reached_s))
 
 
-def test_every_rank_gets_every_ranks_samples(engine: Engine) -> None:
+def test_every_rank_gets_every_ranks_samples(engine: EngineClient) -> None:
     found = engine.agree("test", samples=10.0 + hvpipe.rank())
     assert found == [10.0 + rank for rank in range(hvpipe.size())]

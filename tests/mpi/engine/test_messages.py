@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import hvpipe
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.errors import HvpipeError
 from hvpipe.session import current
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine() -> EngineClient:
     """Return the engine. Skip the case if there is no other rank."""
     if hvpipe.size() == 1:
         pytest.skip("one rank has nobody to send to")
@@ -24,7 +24,7 @@ def engine() -> Engine:
 
 
 @pytest.mark.parametrize("count", [0, 1, 60_000, 60_001, 1_000_003])
-def test_a_message_arrives_as_it_was_sent(engine: Engine, count: int) -> None:
+def test_a_message_arrives_as_it_was_sent(engine: EngineClient, count: int) -> None:
     rank, size = hvpipe.rank(), hvpipe.size()
     sent = np.random.default_rng(rank).integers(0, 255, count, np.uint8)
     request = engine.receive(count, (rank - 1) % size, 5, "the test's message")
@@ -36,7 +36,7 @@ def test_a_message_arrives_as_it_was_sent(engine: Engine, count: int) -> None:
     assert request.done
 
 
-def test_many_messages_at_once_are_not_mixed_up(engine: Engine) -> None:
+def test_many_messages_at_once_are_not_mixed_up(engine: EngineClient) -> None:
     """Every rank sends ten messages to every other before any is expected. Receives reverse the tags."""
     rank, size = hvpipe.rank(), hvpipe.size()
     peers = [peer for peer in range(size) if peer != rank]
@@ -57,7 +57,7 @@ def test_many_messages_at_once_are_not_mixed_up(engine: Engine) -> None:
         request.wait()
 
 
-def test_a_thread_that_holds_the_interpreter_does_not_stop_communication(engine: Engine) -> None:
+def test_a_thread_that_holds_the_interpreter_does_not_stop_communication(engine: EngineClient) -> None:
     """Regression: a blocking call waited for the interpreter's lock, and nothing moved on its rank."""
     hold_s, times = 3, {}
     sent = np.arange(1_000_000, dtype=np.uint8)
@@ -84,7 +84,7 @@ def test_a_thread_that_holds_the_interpreter_does_not_stop_communication(engine:
     assert sent_s < released_s - 0.5
 
 
-def test_messages_of_one_tag_keep_their_order(engine: Engine) -> None:
+def test_messages_of_one_tag_keep_their_order(engine: EngineClient) -> None:
     """Each message has more segments than may be in flight at once."""
     rank, size = hvpipe.rank(), hvpipe.size()
     count = 5_000_000
@@ -96,7 +96,7 @@ def test_messages_of_one_tag_keep_their_order(engine: Engine) -> None:
         np.testing.assert_array_equal(request.arrived(), np.full(count, i, np.uint8))
 
 
-def test_received_data_outlives_its_request(engine: Engine) -> None:
+def test_received_data_outlives_its_request(engine: EngineClient) -> None:
     rank, size = hvpipe.rank(), hvpipe.size()
     request = engine.receive(100, (rank - 1) % size, 1, "message")
     engine.send(np.arange(100, dtype=np.uint8), (rank + 1) % size, 1, "message").wait()
@@ -107,7 +107,7 @@ def test_received_data_outlives_its_request(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_group_sums_among_its_members(engine: Engine, dtype: str) -> None:
+def test_a_group_sums_among_its_members(engine: EngineClient, dtype: str) -> None:
     """All but the last rank are in one group. All ranks together then run a collective of their own."""
     rank, size = hvpipe.rank(), hvpipe.size()
     members = list(range(size - 1)) if size > 2 else [0, 1]
@@ -125,18 +125,20 @@ def test_a_group_sums_among_its_members(engine: Engine, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("peer", "tag", "says"), [(-1, 0, "peer"), (99, 0, "peer"), (None, -1, "tag")])
-def test_wrong_peers_and_tags_are_refused(engine: Engine, peer: int | None, tag: int, says: str) -> None:
+def test_wrong_peers_and_tags_are_refused(
+    engine: EngineClient, peer: int | None, tag: int, says: str
+) -> None:
     to = (hvpipe.rank() + 1) % hvpipe.size() if peer is None else peer
     with pytest.raises(HvpipeError, match=says):
         engine.send(np.zeros(3), to, tag, "message")
 
 
-def test_a_group_without_this_rank_is_refused(engine: Engine) -> None:
+def test_a_group_without_this_rank_is_refused(engine: EngineClient) -> None:
     with pytest.raises(HvpipeError, match="ascending"):
         engine.add_group([(hvpipe.rank() + 1) % hvpipe.size(), 99])
 
 
-def test_messages_that_are_not_expected_yet_block_no_others(engine: Engine) -> None:
+def test_messages_that_are_not_expected_yet_block_no_others(engine: EngineClient) -> None:
     rank, size = hvpipe.rank(), hvpipe.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     early = [engine.send(np.full(300_000, i, np.uint8), right, 100 + i, "early") for i in range(20)]

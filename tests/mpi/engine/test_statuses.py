@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import hvpipe
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.session import current
 
 
@@ -28,7 +28,7 @@ def test_what_is_on_its_way_at_the_end_harms_nobody() -> None:
     """An engine frees its communicators only after the last text has come."""
     session = current()
     for turn in range(5):
-        engine = Engine(session.world, session.settings)
+        engine = EngineClient(session.world, session.settings)
         engine.tell_rank_0("x" * 20_000 * turn)
         engine.agree("some have sent it, others not yet")
         time.sleep(0.19)  # the texts go out every 0.2 s

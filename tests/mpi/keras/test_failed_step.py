@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvpipe
 import hvpipe.horovod.tensorflow as hvd
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.keras.ops import library
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
@@ -22,7 +22,7 @@ ONES = np.ones(1000, np.float32)
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine() -> EngineClient:
     """Return the engine. Skip the case if there is no other rank."""
     if hvpipe.size() == 1:
         pytest.skip("one rank waits for nobody")
@@ -49,7 +49,7 @@ def fail_beside(waits: Callable[[Any], Any]) -> None:
         step(tf.constant(1, tf.int64))
 
 
-def on_rank_0_first(engine: Engine, first: Callable[[], Any], later: Callable[[], Any]) -> None:
+def on_rank_0_first(engine: EngineClient, first: Callable[[], Any], later: Callable[[], Any]) -> None:
     """Run `first` on rank 0. Check that it ends before the other ranks run `later`."""
     engine.agree("the start")
     if hvpipe.rank() == 0:
@@ -63,7 +63,7 @@ def on_rank_0_first(engine: Engine, first: Callable[[], Any], later: Callable[[]
     assert failed_s < min(others_s)
 
 
-def test_an_announced_step(engine: Engine) -> None:
+def test_an_announced_step(engine: EngineClient) -> None:
     """Regression: the error waited until all ranks had announced the step, or for the time limit."""
     plan = engine.add_plan("model", plan_buckets([Gradient("w", (1000,), "float32")], 4000))
     on_rank_0_first(
@@ -71,18 +71,18 @@ def test_an_announced_step(engine: Engine) -> None:
         lambda: fail_beside(
             lambda one: library().hvpipe_begin_step(samples=1.0, announced=one, reduces=False, plan=plan)
         ),
-        lambda: engine.core.begin_step(plan, 2, 1.0, False),
+        lambda: engine.native.begin_step(plan, 2, 1.0, False),
     )
     engine.remove_plan(plan)
 
 
-def test_a_collected_bucket(engine: Engine) -> None:
+def test_a_collected_bucket(engine: EngineClient) -> None:
     """Regression: the same for the sum of a bucket. The next step may use the bucket again."""
     plan = engine.add_plan("model", plan_buckets([Gradient("w", (1000,), "float32")], 4000))
     total = np.empty_like(ONES)
 
     def submit() -> None:
-        engine.core.submit(plan, 0, [ONES], 1.0)
+        engine.native.submit(plan, 0, [ONES], 1.0)
 
     def submit_and_fail() -> None:
         submit()
@@ -92,22 +92,22 @@ def test_a_collected_bucket(engine: Engine) -> None:
             )
         )
 
-    engine.core.begin_step(plan, 1, 1.0, True)
+    engine.native.begin_step(plan, 1, 1.0, True)
     ended = engine.counters()["operations"]
     on_rank_0_first(engine, submit_and_fail, submit)
     if hvpipe.rank() > 0:
-        engine.core.collect(plan, 0, [total])
+        engine.native.collect(plan, 0, [total])
     while engine.counters()["operations"] < ended + 3:  # the bucket, and two agreements
         time.sleep(0.01)
     time.sleep(0.1)
-    engine.core.begin_step(plan, 2, 1.0, True)
+    engine.native.begin_step(plan, 2, 1.0, True)
     submit()
-    engine.core.collect(plan, 0, [total])
+    engine.native.collect(plan, 0, [total])
     np.testing.assert_array_equal(total, ONES * hvpipe.size())
     engine.remove_plan(plan)
 
 
-def test_a_named_collective(engine: Engine) -> None:
+def test_a_named_collective(engine: EngineClient) -> None:
     """Regression: the same for a collective by name. The other ranks get the sum all the same."""
     size = hvpipe.size()
 

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import hvpipe
-from hvpipe.engine.engine import Engine
+from hvpipe.engine.engine import EngineClient
 from hvpipe.errors import HvpipeError
 from hvpipe.session import current
 from native_build import build, real_nccl
@@ -61,7 +61,7 @@ def test_a_real_nccl_without_a_gpu_says_so_on_all_ranks() -> None:
     device = hvpipe.broadcast_object(str(build("fake_device.cc")) if hvpipe.rank() == 0 else None)
     changes = {"job_may_have_gpus": True, "device_library": device, "gpus_may_be_shared": True}
     settings = dataclasses.replace(session.settings, nccl_library=str(library), **changes)
-    engine = Engine(session.world, settings)
+    engine = EngineClient(session.world, settings)
     with pytest.raises(HvpipeError, match=r"NCCL call failed: ncclCommInit\w+: .*CUDA driver version"):
         engine.use_gpus_of_all(hvpipe.local_rank())
     engine.agree("the end of the case")
