@@ -56,7 +56,8 @@ def _over_bound(outcome: EvaluationOutcome, rows: Sequence[CaseFigures]) -> Iter
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
     found = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
     if found:
-        yield f"{OURS} over its bound: {geometric_mean(found):.2f}x, the geometric mean of {len(found)} cases"
+        cases = f"{len(found)} case{'s' if len(found) > 1 else ''}"
+        yield f"{OURS} over its bound: {geometric_mean(found):.2f}x, the geometric mean of {cases}"
 
 
 def _step_table(members: Sequence[CaseFigures]) -> str:

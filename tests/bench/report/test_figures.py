@@ -71,7 +71,7 @@ def test_the_step_beside_plain_tcp_is_the_bound_where_it_was_measured() -> None:
     rounds = [finished(case(name), s) for name, s in (("single", 0.6), ("hvpipe-step", 1.2))]
     found = outcome(*rounds, finished(case("single-beside-tcp"), 0.8))
     assert row("hvpipe-step", all_figures(found)).over_bound == pytest.approx(1.5)
-    assert "hvpipe-step over its bound: 1.50x, the geometric mean of 1 cases\n" in to_text(found)
+    assert "hvpipe-step over its bound: 1.50x, the geometric mean of 1 case\n" in to_text(found)
 
 
 def test_links_without_a_set_rate_bound_at_the_measured_rate() -> None:
