@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> Run:
     The function compiles the fake driver with its `flags`.
     """
     named = "-Wl,-soname,libcuda.so.1"
-    device = CSRC / "device"
+    device = CSRC / "gpu"
     sources = (str(device / "cuda_device.cc"), str(device / "cuda_driver.cc"))
     kernels = f'-DHVPIPE_PTX="{device / "kernels.ptx"}"'
     fake = ("-Wl,--no-as-needed", str(build("fake_cuda.cc", named)))

@@ -134,7 +134,7 @@ def test_our_declarations_match_nccls_header() -> None:
         pytest.skip("no CUDA headers, which NCCL's own includes")
     command = [
         *(compiler(), "-std=c++17", "-fsyntax-only", "-I", str(CSRC), "-I", str(include), "-I", str(cuda)),
-        *(f'-DHVPIPE_NCCL_H="{CSRC / "device" / "nccl.h"}"', str(NATIVE / "nccl_header.cc")),
+        *(f'-DHVPIPE_NCCL_H="{CSRC / "gpu" / "nccl.h"}"', str(NATIVE / "nccl_header.cc")),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
