@@ -80,12 +80,12 @@ def test_an_old_or_unknown_version_is_refused(version: int, said: str) -> None:
 
 def test_a_missing_function_is_named() -> None:
     library = build("fake_nccl.cc", "-DWITHOUT_BROADCAST")
-    assert "should have a function ncclBroadcast" in refused(library, kind=USAGE)
+    assert "lacks the function ncclBroadcast" in refused(library, kind=USAGE)
 
 
 def test_a_library_other_than_nccl_is_refused() -> None:
     library = build("fake_nccl.cc", "-DncclGetVersion=somethingElse")
-    assert "should have a function ncclGetVersion" in refused(library, kind=USAGE)
+    assert "lacks the function ncclGetVersion" in refused(library, kind=USAGE)
 
 
 def test_an_error_at_the_start_quotes_nccls_message() -> None:
