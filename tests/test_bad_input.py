@@ -3,7 +3,7 @@
 Errors that a program can catch are in mpi/engine/test_engine_errors.py and
 mpi/keras/data_parallel/test_bad_input.py.
 
-MPI worlds that do not open are in comm/test_mpi.py; more ranks than slots are in commands/test_run.py.
+MPI worlds that do not open are in world/test_mpi.py; more ranks than slots are in commands/test_run.py.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ Engine::Engine(const Connect& connect, const EngineOptions& options)
           network_.texts(), telemetry_, [this] { return progress_->WaitsNow(); },
           [this](const Error& error) { Fail(error); }) {
   telemetry_.flight.SetRank(network_.topology().rank, network_.topology().size);
+  progress_->Wake();  // rank 0 looks for calls by name of the others
 }
 
 // Progress calls these only after something was enqueued, so all parts exist by then.

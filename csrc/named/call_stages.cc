@@ -41,6 +41,14 @@ Shape WithRows(Shape shape, std::int64_t rows) {
   return shape;
 }
 
+// The arrays of `count` elements of all places, which lie one after the other.
+std::vector<const void*> PartsOf(const char* all, DType type, std::int64_t count, int places) {
+  std::vector<const void*> parts;
+  for (int each = 0; each < places; ++each)
+    parts.push_back(all + static_cast<std::size_t>(each * count) * SizeOf(type));
+  return parts;
+}
+
 // A step of a call: an exchange, then computing with what has arrived.
 class ThenCompute : public Collective {
  public:
@@ -95,7 +103,6 @@ class Stages {
   void Reduce(char* data, DType type, std::int64_t count);
   void ReduceShares(const char* in, char* out, const std::vector<std::int64_t>& counts, DType type);
   void Adasum(char* data, DType type, std::int64_t count);
-  std::vector<const void*> PartsOf(const char* all, DType type, std::int64_t count) const;
 
   Operation& operation_;
   const std::shared_ptr<AgreedCall> agreed_;
@@ -136,37 +143,36 @@ void Stages::Gather(const void* mine, char* all, const std::vector<std::size_t>&
   AddExchange(std::move(sends), std::move(receives), std::move(compute));
 }
 
-// The arrays of `count` elements of all places, which lie one after the other.
-std::vector<const void*> Stages::PartsOf(const char* all, DType type, std::int64_t count) const {
-  std::vector<const void*> parts;
-  for (int each = 0; each < size(); ++each)
-    parts.push_back(all + static_cast<std::size_t>(each * count) * SizeOf(type));
-  return parts;
-}
-
 // Each place gets the others' parts of its share in their own type, and reduces them in the order of places.
 // So results have the same bits over every network, and half types are rounded once.
 void Stages::ReduceShares(const char* in, char* out, const std::vector<std::int64_t>& counts, DType type) {
+  const auto all = std::make_shared<Bytes>();  // only while the exchange is under way
   const std::int64_t own = counts[place()];
-  const std::size_t own_bytes = static_cast<std::size_t>(own) * SizeOf(type);
-  const std::shared_ptr<char[]> all(new char[own_bytes * At(size()) + 1]);
-  std::vector<SentPart> sends;
-  std::vector<ReceivedPart> receives;
-  for (std::size_t other = 0; other < counts.size(); ++other) {
-    const std::size_t bytes = static_cast<std::size_t>(counts[other]) * SizeOf(type);
-    char* const target = all.get() + other * own_bytes;
-    if (other == place()) {
-      CopyBytes(target, in, bytes);
-    } else {
-      sends.push_back({static_cast<int>(other), in, bytes});
-      receives.push_back({static_cast<int>(other), target, own_bytes});
+  const auto make = [all, in, counts, own, type, kept = agreed_, network = network_, tag = tag_] {
+    const Members& members = kept->members;
+    const std::size_t own_bytes = static_cast<std::size_t>(own) * SizeOf(type);
+    all->reset(new char[own_bytes * counts.size() + 1]);
+    std::vector<SentPart> sends;
+    std::vector<ReceivedPart> receives;
+    const char* part = in;
+    for (std::size_t other = 0; other < counts.size(); ++other) {
+      const std::size_t bytes = static_cast<std::size_t>(counts[other]) * SizeOf(type);
+      char* const target = all->get() + other * own_bytes;
+      if (other == At(members.place)) {
+        CopyBytes(target, part, bytes);
+      } else {
+        sends.push_back({static_cast<int>(other), part, bytes});
+        receives.push_back({static_cast<int>(other), target, own_bytes});
+      }
+      part += bytes;
     }
-    in += bytes;
-  }
-  AddExchange(std::move(sends), std::move(receives),
-              [all, parts = PartsOf(all.get(), type, own), out, own, type, &request = request_] {
-                ReduceParts(request, type, parts, out, own);
-              });
+    return network->MakeExchange(*members.transport, sends, receives, tag);
+  };
+  Add(make, [all, out, own, type, kept = agreed_] {
+    const std::vector<const void*> parts = PartsOf(all->get(), type, own, kept->members.size());
+    ReduceParts(kept->call.request, type, parts, out, own);
+    all->reset();
+  });
 }
 
 // `data` becomes its reduction over the members. As few bytes travel as in a ring.
@@ -178,9 +184,8 @@ void Stages::Reduce(char* data, DType type, std::int64_t count) {
   if (bytes <= kOneRoundBytes) {
     const std::shared_ptr<char[]> all(new char[bytes * At(size())]);
     return Gather(data, all.get(), std::vector<std::size_t>(At(size()), bytes),
-                  [all, parts = PartsOf(all.get(), type, count), data, type, count, &request = request_] {
-                    ReduceParts(request, type, parts, data, count);
-                  });
+                  [all, parts = PartsOf(all.get(), type, count, size()), data, type, count,
+                   &request = request_] { ReduceParts(request, type, parts, data, count); });
   }
   for (std::int64_t start = 0; start < count; start += kPieceElements) {
     char* const piece = data + static_cast<std::size_t>(start) * SizeOf(type);

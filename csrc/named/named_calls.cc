@@ -19,6 +19,21 @@ constexpr double kGraceS = 10;   // for rank 0, which ends calls that wait too l
 constexpr double kLookS = 0.1;   // between two looks for lost ranks
 constexpr double kStoppedS = 2;  // after this time without a look, the process had been stopped
 
+// How many tags a call takes for itself. The broadcasts of its tensors are under way at the same time.
+int TagsOf(const Request& request) {
+  switch (request.kind) {
+    case Kind::kBroadcast:
+      return static_cast<int>(request.tensors.size());
+    case Kind::kAllreduce:
+    case Kind::kAllgather:
+    case Kind::kAlltoall:
+    case Kind::kReducescatter:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
 std::vector<int> UpTo(int size) {
   std::vector<int> ranks(static_cast<std::size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -193,6 +208,7 @@ Response NamedCalls::Run(Call call, const Interrupt& interrupt) {
 
 // The members connect on the caller's thread: MPI may wait for them in that.
 int NamedCalls::AddSet(const std::vector<std::int64_t>& ranks, const Interrupt& interrupt) {
+  const Turns::Turn turn = adding_.Take(interrupt);  // MPI makes one group at a time
   Call call;
   call.request.kind = Kind::kAddSet;
   call.request.name = "add_process_set";
@@ -255,18 +271,23 @@ void NamedCalls::Announce(const Request& request) {
 }
 
 bool NamedCalls::Serve(double now_s) {
-  if (!started_ || size_ == 1) {
+  // Before its first call, rank 0 looks seldom for calls of others.
+  const bool looks = started_ || (coordinator_ && now_s - looked_s_ > kSeldomS);
+  if (!looks || size_ == 1) {
     now_s_ = now_s;
     return false;
   }
   LetClocksRun(now_s);
   bool moved = false;
+  for (auto held = std::exchange(early_, {}); !held.empty(); held.pop_front())
+    Handle(std::move(held.front()));
   if (coordinator_ || !pending_.empty()) {
     while (auto message = network_->requests().Receive()) {
       moved = true;
       if (message->kind == kResponse) {
         Handle(DecodedResponse(message->text));
       } else {
+        started_ = true;
         Request request = DecodedRequest(message->text);
         const double clock_s = ClockOf(request.set);
         Tell(coordinator_->OnRequest(message->rank, std::move(request), clock_s));
@@ -279,8 +300,6 @@ bool NamedCalls::Serve(double now_s) {
     moved = !expired.empty();
     Tell(std::move(expired));
   }
-  for (auto held = std::exchange(early_, {}); !held.empty(); held.pop_front())
-    Handle(std::move(held.front()));
   if (now_s - looked_s_ > kLookS) {
     looked_s_ = now_s;
     TakeLost();
@@ -323,6 +342,11 @@ void NamedCalls::Tell(std::vector<Coordinator::Outgoing> responses) {
 }
 
 void NamedCalls::Handle(Response response) {
+  const auto of_same_set = [&](const Response& other) { return other.set == response.set; };
+  if (std::any_of(early_.begin(), early_.end(), of_same_set)) {  // answers of a set keep their order
+    early_.push_back(std::move(response));
+    return;
+  }
   if (!response.example.empty()) return AddZeros(std::move(response));
   const auto found = pending_.find({response.set, response.name});
   if (found == pending_.end()) return;
@@ -377,10 +401,11 @@ void NamedCalls::Begin(Operation& operation, const std::shared_ptr<AgreedCall>& 
     agreed->members = sets_.at(set);
   }
   if (agreed->members.transport != nullptr) {
-    // All members take the same numbers, because they get the answers of a set in one order.
-    const int tags = std::max<int>(1, static_cast<int>(agreed->call.request.tensors.size()));
+    // All members take the same numbers, because they get the answers of a set in one order. A rank that has
+    // joined hears of all-reduces only.
+    const int tags = TagsOf(agreed->call.request);
     int& next = next_tags_[agreed->members.transport];
-    if (next + tags > kMessageTags) next = 0;
+    if (next > agreed->members.transport->most_tag() - tags) next = 0;
     agreed->tag = std::exchange(next, next + tags);
   }
   AddStages(operation, agreed, network_);

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/turns.h"
 #include "named/call_stages.h"
 #include "named/coordinator.h"
 #include "progress/messenger.h"
@@ -65,9 +66,10 @@ class NamedCalls {
   bool Serve(double now_s);
   // Whether to look again at once.
   bool eager() const { return (awaits() || exchanges_ > 0) && now_s_ - active_s_ < kEagerS; }
-  // Rank 0 looks for calls of others this often, in seconds, even if it has made none.
+  // Rank 0 looks for calls of others this often, in seconds, even if none is under way.
   double serve_s() const {
-    return coordinator_ && started_ && size_ > 1 ? kServeS : std::numeric_limits<double>::infinity();
+    if (!coordinator_ || size_ == 1) return std::numeric_limits<double>::infinity();
+    return started_ ? kServeS : kSeldomS;
   }
 
  private:
@@ -77,7 +79,7 @@ class NamedCalls {
 
   // After something happened, look again at once for this long.
   static constexpr double kEagerS = 200e-6;
-  static constexpr double kServeS = 2e-3;
+  static constexpr double kServeS = 2e-3, kSeldomS = 0.5;
 
   bool awaits() const { return !pending_.empty() || (coordinator_ && !coordinator_->idle()); }
   void RunAlone(Call& call);
@@ -100,6 +102,7 @@ class NamedCalls {
   const int rank_ = 0, size_ = 1;
   const double timeout_s_ = 0;
 
+  Turns adding_;  // of AddSet
   mutable std::mutex mutex_;
   std::map<int, Members> sets_;
   std::set<Key> in_use_;                    // calls of this rank that have not ended

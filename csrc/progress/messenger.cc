@@ -2,8 +2,10 @@
 #include "progress/messenger.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
+#include "base/exit_timer.h"
 #include "collectives/tags.h"
 
 namespace hvpipe {
@@ -87,6 +89,15 @@ int Messenger::AddGroup(const std::vector<int>& ranks, const Interrupt& interrup
                 ErrorKind::kUsage);
   }
   WaitForRanks(ranks, interrupt);
+  const double limit_s = progress_.limit_s();
+  const ExitTimer timer(
+      limit_s,
+      "\nhvpipe: rank " + std::to_string(topology.rank) + " of " + std::to_string(topology.size) +
+          " waited " + std::to_string(std::lround(limit_s)) + " s in a call of MPI that makes a group of " +
+          std::to_string(ranks.size()) +
+          " ranks: all of them should take part (HVPIPE_TIMEOUT). Has one of them ended, or "
+          "does it hang? This rank exits with code 1.\n",
+      network_.options().abort_marker);
   const int group = network_.AddGroup(ranks);
   const std::lock_guard<std::mutex> lock(mutex_);
   group_calls_.resize(std::max(group_calls_.size(), static_cast<std::size_t>(group) + 1));

@@ -71,6 +71,14 @@ void Progress::MakeReady(const std::shared_ptr<Operation>& operation) {
   wake_.notify_all();
 }
 
+void Progress::Wake() {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    woken_ = true;
+  }
+  wake_.notify_all();
+}
+
 // Requires inbox_mutex_.
 void Progress::CheckOpen() const {
   if (error_) throw *error_;
@@ -144,7 +152,9 @@ void Progress::Loop() {
       const auto has_work = [&] { return stop_ || (woken_ && inline_drivers_ == 0); };
       // After progress make another pass before sleeping: an operation that was blocked may now be able to
       // run.
-      if (inline_drivers_ > 0 || (!result.waiting && !result.moved)) {
+      if (inline_drivers_ > 0 && result.watches) {  // nobody tells when the last caller has ended
+        wake_.wait_for(lock, std::chrono::duration<double>(result.most_nap_s), has_work);
+      } else if (inline_drivers_ > 0 || (!result.waiting && !result.moved)) {
         wake_.wait(lock, has_work);
       } else if (!result.moved && result.nap_s > 0) {
         ++counters_.sleeps;
@@ -172,8 +182,8 @@ void Progress::Loop() {
   RunFinished();
 }
 
-// Take over what callers have enqueued, in order of arrival.
-void Progress::TakeInbox() {
+// Take over what callers have enqueued, in order of arrival. Returns whether the engine works.
+bool Progress::TakeInbox() {
   const std::lock_guard<std::mutex> lock(inbox_mutex_);
   for (auto& operation : inbox_) {
     for (Operation::Stage& stage : operation->stages) {
@@ -192,6 +202,7 @@ void Progress::TakeInbox() {
     flight_.Add(Flight::kReady, operation->what, operation->sequence_, now);
   }
   newly_ready_.clear();
+  return !error_ && !stop_;
 }
 
 bool Progress::Blocked(const Operation& operation) const {
@@ -202,8 +213,8 @@ bool Progress::Blocked(const Operation& operation) const {
 }
 
 Progress::PassResult Progress::Pass() {
-  TakeInbox();
   PassResult result;
+  if (!TakeInbox()) return result;
   const double now = Now();
   ForgiveStop(now);
   const bool check_deadlines = now >= next_deadline_check_s_;
@@ -241,16 +252,16 @@ Progress::PassResult Progress::Pass() {
     return true;
   };
   passed_s_ = result.waiting ? Now() : 0;
-  idle_passes_ = result.moved ? 0 : idle_passes_ + 1;
   if (result.moved) moved_s_ = now;
   const double most_nap_s = options_.most_nap_s();
-  const bool watches = most_nap_s < std::numeric_limits<double>::infinity();
+  result.watches = most_nap_s < std::numeric_limits<double>::infinity();
   result.most_nap_s = std::min(result.most_nap_s, most_nap_s);
   if (!result.moved) {
-    const double nap_s = result.waiting || !watches ? options_.nap_s(idle_passes_) : most_nap_s;
+    const double nap_s = result.waiting || !result.watches ? options_.nap_s(idle_passes_ + 1) : most_nap_s;
     result.nap_s = std::min(nap_s, result.most_nap_s);
   }
-  result.waiting |= watches;
+  idle_passes_ = result.moved || result.nap_s == 0 ? 0 : idle_passes_ + 1;
+  result.waiting |= result.watches;
   if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
   return result;
 }

@@ -60,6 +60,8 @@ class Progress {
   // engine has failed. Later errors go to each operation's `finished`.
   void Enqueue(const std::vector<std::shared_ptr<Operation>>& operations, bool ready);
   void MakeReady(const std::shared_ptr<Operation>& operation);
+  // Let the thread make a pass. From then on it obeys Options::most_nap_s.
+  void Wake();
 
   // Enqueue `operation` and drive all communication on the calling thread until it is done. This saves the
   // hand-over to the progress thread. `interrupt` is called some 20 times a second and may throw.
@@ -105,6 +107,7 @@ class Progress {
     bool waiting = false;  // at least one ready operation has not ended
     double nap_s = 0;      // before the next pass, if nothing moved
     double most_nap_s = std::numeric_limits<double>::infinity();  // its limit
+    bool watches = false;  // passes are needed although nothing is under way
   };
   struct Finished {
     std::shared_ptr<Operation> operation;
@@ -127,7 +130,7 @@ class Progress {
              std::uint64_t sequence);
   void EnterInline();
   void LeaveInline(bool work_remains);
-  void TakeInbox();
+  bool TakeInbox();
   PassResult Pass();
   bool StepOne(Operation& operation, double now);
   bool Blocked(const Operation& operation) const;

@@ -27,6 +27,10 @@ MpiTransport::MpiTransport(MPI_Comm communicator) : communicator_(communicator) 
   HVPIPE_MPI(MPI_Comm_rank(communicator_, &rank_));
   HVPIPE_MPI(MPI_Comm_size(communicator_, &size_));
   ranks_in_job_ = RanksInJob(communicator_, size_);
+  void* most_tag = nullptr;
+  int found = 0;
+  HVPIPE_MPI(MPI_Comm_get_attr(communicator_, MPI_TAG_UB, &most_tag, &found));
+  if (found != 0) most_tag_ = *static_cast<const int*>(most_tag);
 }
 
 void MpiTransport::Free() { HVPIPE_MPI(MPI_Comm_free(&communicator_)); }

@@ -25,6 +25,7 @@ class MpiTransport : public Transport {
   void Poll() override;
   bool Test(Ticket ticket) override;
   bool Probe(int peer, int tag) override;
+  int most_tag() const override { return most_tag_; }
   void Free() override;
 
  private:
@@ -33,6 +34,7 @@ class MpiTransport : public Transport {
   MPI_Comm communicator_;
   int rank_ = 0;
   int size_ = 1;
+  int most_tag_ = 32767;               // every MPI has as many
   std::vector<int> ranks_in_job_;      // by peer
   std::vector<MPI_Request> requests_;  // by ticket
   std::vector<char> done_;             // by ticket

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <list>
 #include <map>
 #include <memory>
@@ -172,6 +173,7 @@ class SocketTransport : public Transport {
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override {
     return mesh_.Receive(data, bytes, RankInJob(peer), channel_, tag);
   }
+  int most_tag() const override { return std::numeric_limits<std::int32_t>::max(); }
   void Poll() override { mesh_.Poll(); }
   bool Test(Ticket ticket) override { return mesh_.Test(ticket); }
   bool Probe(int peer, int tag) override { return mesh_.Probe(RankInJob(peer), channel_, tag); }

@@ -33,6 +33,9 @@ class Transport {
   // True if a message of this peer and tag has arrived and no receive matches it yet.
   virtual bool Probe(int peer, int tag) = 0;
 
+  // The largest tag; the same on all ranks.
+  virtual int most_tag() const = 0;
+
   // Collective, with nothing under way. The transport cannot be used afterwards.
   virtual void Free() = 0;
 };

@@ -75,6 +75,7 @@ class EngineClient:
         self._own_requests = 0
         self._requests_lock = threading.Lock()
         self._gpu_lock = threading.Lock()
+        self._two_calls = threading.RLock()  # lengths, then data: no call of another thread comes between
         self._gpu_route: str | None = None
         self._groups: dict[tuple[int, ...], int] = {}
         self._all_on_gpus: bool | None = None
@@ -244,9 +245,10 @@ class EngineClient:
         if self.native is None:
             return np.array(source)
         what = f"allgather of {source.dtype}{['*', *source.shape[1:]]}"
-        rows = self._lengths(source.shape[0], what)
         row_bytes = int(np.prod(source.shape[1:])) * source.itemsize
-        gathered = self._gathered(source.reshape(-1).view(np.uint8), rows * row_bytes, what)
+        with self._two_calls:
+            rows = self._lengths(source.shape[0], what)
+            gathered = self._gathered(source.reshape(-1).view(np.uint8), rows * row_bytes, what)
         joined: Array = gathered.view(source.dtype).reshape(int(rows.sum()), *source.shape[1:])
         return joined
 
@@ -354,8 +356,9 @@ class EngineClient:
 
     def _gathered_objects(self, value: Any, what: str, root: int | None = None) -> list[Any]:
         payload = np.frombuffer(packed(value), np.uint8)
-        lengths = self._lengths(payload.size, what)
-        gathered = self._gathered(payload, lengths, what, root)
+        with self._two_calls:
+            lengths = self._lengths(payload.size, what)
+            gathered = self._gathered(payload, lengths, what, root)
         if gathered.size == 0:
             return []
         return [unpacked(part.data) for part in np.split(gathered, np.cumsum(lengths)[:-1])]
@@ -368,9 +371,10 @@ class EngineClient:
         sends = self.world.rank == root
         payload: Array = np.frombuffer(packed(value) if sends else b"", np.uint8)
         length = np.array([payload.size], np.int64)
-        self.native.broadcast(length, root, f"{what} (length)")
-        data: Array = np.array(payload) if sends else np.empty(int(length[0]), np.uint8)
-        self.native.broadcast(data, root, what)
+        with self._two_calls:
+            self.native.broadcast(length, root, f"{what} (length)")
+            data: Array = np.array(payload) if sends else np.empty(int(length[0]), np.uint8)
+            self.native.broadcast(data, root, what)
         return value if sends else unpacked(data.data)
 
     def allgather_any_object(self, value: Any) -> list[Any]:

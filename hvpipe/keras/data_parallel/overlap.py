@@ -101,6 +101,8 @@ class Overlap:
     """Whether weights are, bit for bit, those of "none"."""
     reduces_gradients: ClassVar[bool] = True
     """Whether gradients are reduced. If not, each rank updates with its own, and weights differ."""
+    updates_in_next_step: ClassVar[bool] = False
+    """Whether the update comes after the step's graph, and would change if the optimizer did."""
     defers: ClassVar[bool] = False
     """Whether an update may wait for the next step."""
     to_readers: ClassVar[str] = ""
@@ -215,11 +217,6 @@ class Overlap:
 
     def finish(self) -> None:
         """Run the update that waits for the next step, eagerly. Weights are then as after the last step."""
-
-    @property
-    def owes_update(self) -> bool:
-        """Whether the update of the last step waits, and would change if the optimizer did."""
-        return False
 
     def hold(self) -> list[Any]:
         """Return the sums that wait because they belong to the next step; collective if there may be any."""

@@ -132,6 +132,8 @@ class StepOverlap(_Deferring):
 
     update_is_last = True
 
+    updates_in_next_step = True
+
     def __init__(self, options: OverlapOptions) -> None:
         super().__init__(options)
         self._finished: list[Any] = []  # a scalar for each bucket of this step's graph: its update is done
@@ -145,10 +147,6 @@ class StepOverlap(_Deferring):
     @property
     def updates_piecewise(self) -> bool:
         return True  # Elastic keeps what the update changes
-
-    @property
-    def owes_update(self) -> bool:
-        return self.waits
 
     def begin(self, samples: Any) -> None:
         super().begin(samples)
@@ -226,7 +224,8 @@ class StaleOverlap(_Deferring):
 
     def hold(self) -> list[Any]:
         """Read the sums that the next step will update with, and give them back; collective."""
-        if not self.waits or int(self._token.numpy()) == 0:
+        if not self.waits or int(self._token.numpy()) == 0:  # 0: a step of the warm-up
+            self.waits = False
             return []
         tokens = [self._token.read_value()] * len(self.reducer.plan.buckets)
         sums = [tf.identity(total) for total in self.reducer.collect_all(tokens)]

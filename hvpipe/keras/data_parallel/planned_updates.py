@@ -92,12 +92,15 @@ class PlannedUpdates:
 
     def _finish(self) -> None:
         if self.mode.waits:  # never in a step: its data may come from code that uses the model
-            with self.between_steps:
-                self.run_flush(self.mode.finish)
+            self.run_flush(self._finish_between_steps)
+
+    def _finish_between_steps(self) -> None:
+        with self.between_steps:
+            self.mode.finish()
 
     def finish_update(self) -> None:
         """Run the update that "step" leaves to the next step, before something that it depends on changes."""
-        if self.mode.owes_update:
+        if self.mode.updates_in_next_step:
             self._finish()
 
     def complete(self) -> None:
@@ -233,10 +236,14 @@ class PlannedUpdates:
         compression = None if exact else self._options.compression
         tables = tables_of(model) - self._dense_tables
         options = replace(self._options, tables=tables, compression=compression)
-        self.hook = OptimizerHook(self._session, optimizer, variables, mode, options)
-        mode.rounds.check_length(int(model.steps_per_execution))
-        self.hook.hook()
-        self.mode = mode
+        hook = OptimizerHook(self._session, optimizer, variables, mode, options)
+        try:
+            mode.rounds.check_length(int(model.steps_per_execution))
+        except HvpipeError:
+            hook.unhook()
+            raise
+        self.hook, self.mode = hook, mode
+        hook.hook()
         self.plans += 1
 
     def unhook(self) -> None:

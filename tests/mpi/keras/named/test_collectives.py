@@ -572,6 +572,7 @@ def test_process_sets_of_a_communicator_that_was_split() -> None:
 def test_ranks_with_less_data_join() -> None:
     rank, size = hvd.rank(), hvd.size()
     for turn in range(rank + 1):  # rank 0 joins first
+        hvd.barrier()  # sends nothing, of which ranks that have joined hear nothing
         total = hvd.allreduce(tf.ones([3]), op=hvd.Sum, name="joining")
         np.testing.assert_array_equal(total, np.full(3, size - turn))
     if rank == size - 1 and size > 1:
