@@ -547,7 +547,7 @@ class DataParallel:
         before = self.steps.train_counter.total()
         own, return_dict, given = self._named("train_on_batch", args, kwargs)
         logs = dict(own(**given, return_dict=True))
-        if self.updates.mode.updates_in_next_step:  # on all ranks alike
+        if self.updates.mode.update_is_last:  # on all ranks alike
             # The caller may next set the learning rate, read a layer or call the model.
             self.updates.complete()
         samples = self.steps.train_counter.total() - before

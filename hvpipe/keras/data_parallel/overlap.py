@@ -101,8 +101,8 @@ class Overlap:
     """Whether weights are, bit for bit, those of "none"."""
     reduces_gradients: ClassVar[bool] = True
     """Whether gradients are reduced. If not, each rank updates with its own, and weights differ."""
-    updates_in_next_step: ClassVar[bool] = False
-    """Whether the update comes after the step's graph, and would change if the optimizer did."""
+    update_is_last: ClassVar[bool] = False
+    """Whether the update comes after the step's graph, which therefore must not use weights after `apply`."""
     defers: ClassVar[bool] = False
     """Whether an update may wait for the next step."""
     to_readers: ClassVar[str] = ""

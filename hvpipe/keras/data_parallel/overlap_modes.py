@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -60,8 +60,6 @@ class _Deferring(Overlap):
         "the overlap with the next step is lost. Set reads_weights = False on it if it neither reads weights "
         "nor changes the optimizer."
     )
-    update_is_last: ClassVar[bool]
-    """Whether the update comes after the step's graph, which therefore must not use weights after `apply`."""
 
     def __init__(self, options: OverlapOptions) -> None:
         super().__init__(options)
@@ -132,8 +130,6 @@ class StepOverlap(_Deferring):
 
     update_is_last = True
 
-    updates_in_next_step = True
-
     def __init__(self, options: OverlapOptions) -> None:
         super().__init__(options)
         self._finished: list[Any] = []  # a scalar for each bucket of this step's graph: its update is done
@@ -184,7 +180,6 @@ class StaleOverlap(_Deferring):
     """
 
     exact = False
-    update_is_last = False
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise HvpipeError for gradient accumulation and for a LossScaleOptimizer."""

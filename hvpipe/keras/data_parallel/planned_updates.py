@@ -100,7 +100,7 @@ class PlannedUpdates:
 
     def finish_update(self) -> None:
         """Run the update that "step" leaves to the next step, before something that it depends on changes."""
-        if self.mode.updates_in_next_step:
+        if self.mode.update_is_last:
             self._finish()
 
     def complete(self) -> None:
