@@ -1,7 +1,7 @@
 # hvpipe on a new machine needs Python 3.10+ and a C++17 compiler: `make train`, then `make test`.
 #
 #   make train            train examples/train.py on 2 ranks          (for example with RANKS=4 ARGS="--epochs 3")
-#   make test             run everything that CI runs (12 minutes; 20 the first time)
+#   make test             run everything that CI runs (some 25 minutes on 2 cores)
 #   make test-all         the same anew, with the layouts of ranks that `test` leaves out
 #   make test TF=2.18.1   run all tests on that TensorFlow, in a separate venv
 #   make fast             run the planning half, and each way to train once on 2 ranks
