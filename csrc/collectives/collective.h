@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,13 +18,8 @@ class Collective {
   virtual bool done() const = 0;
   // Describes what it waits for, for the message of a deadline error.
   virtual std::string Waiting() const = 0;
-  // The rank of all ranks that it waits for, if it needs no other.
-  virtual std::optional<int> Peer() const { return std::nullopt; }
-  // The ranks of all ranks that take part; empty: all.
-  virtual std::vector<int> Ranks() const {
-    const auto peer = Peer();
-    return peer ? std::vector<int>{*peer} : std::vector<int>{};
-  }
+  // The ranks of all ranks that it waits for; empty: it may be any.
+  virtual std::vector<int> Ranks() const { return {}; }
   // Seconds by which its deadline is later. Not 0 if another rank of the host waits for the same and can name
   // the cause.
   virtual double GraceS() const { return 0; }
@@ -51,9 +45,9 @@ class ConcurrentCollectives : public Collective {
     return late == nullptr ? "nothing" : late->Waiting();
   }
   // Of the first that is not done, as in Waiting.
-  std::optional<int> Peer() const override {
+  std::vector<int> Ranks() const override {
     const Collective* const late = Late();
-    return late == nullptr ? std::nullopt : late->Peer();
+    return late == nullptr ? std::vector<int>{} : late->Ranks();
   }
   double MostNapS() const override {
     double least_s = Collective::MostNapS();

@@ -29,7 +29,7 @@ class MessageSend : public Collective {
   bool Step() override;
   bool done() const override { return sent_ == segments_; }
   std::string Waiting() const override;
-  std::optional<int> Peer() const override { return transport_.RankInJob(options_.peer); }
+  std::vector<int> Ranks() const override { return {transport_.RankInJob(options_.peer)}; }
 
  private:
   Transport& transport_;
@@ -48,7 +48,7 @@ class MessageReceive : public Collective {
   bool Step() override;
   bool done() const override { return received_ == segments_; }
   std::string Waiting() const override;
-  std::optional<int> Peer() const override { return transport_.RankInJob(options_.peer); }
+  std::vector<int> Ranks() const override { return {transport_.RankInJob(options_.peer)}; }
 
  private:
   Transport& transport_;

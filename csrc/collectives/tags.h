@@ -18,7 +18,7 @@ inline constexpr int kGroupTag = 2;
 
 inline constexpr int kControlPriority = -2;  // before any bucket, because all buckets wait for it
 inline constexpr int kBlockingPriority = -1;
-inline constexpr int kMessagePriority = -1;  // a pipeline stage waits for it
-inline constexpr int kNamedPriority = -1;    // a caller waits for it
+inline constexpr int kMessagePriority =
+    -1;  // a pipeline stage, or the caller of a call by name, waits for it
 
 }  // namespace hvpipe

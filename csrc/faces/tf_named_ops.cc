@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "faces/tf_ending.h"
+#include "faces/tf_types.h"
 #include "named/named_calls.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -35,33 +36,6 @@ absl::Status ToStatus(const Error& error) {
       return absl::UnavailableError(error.what());
     default:
       return absl::InvalidArgumentError(error.what());
-  }
-}
-
-DType TypeOf(tf::DataType type) {
-  switch (type) {
-    case tf::DT_BOOL:
-      return DType::kBool;
-    case tf::DT_UINT8:
-      return DType::kUint8;
-    case tf::DT_INT8:
-      return DType::kInt8;
-    case tf::DT_UINT16:
-      return DType::kUint16;
-    case tf::DT_INT16:
-      return DType::kInt16;
-    case tf::DT_INT32:
-      return DType::kInt32;
-    case tf::DT_INT64:
-      return DType::kInt64;
-    case tf::DT_HALF:
-      return DType::kFloat16;
-    case tf::DT_BFLOAT16:
-      return DType::kBFloat16;
-    case tf::DT_DOUBLE:
-      return DType::kFloat64;
-    default:
-      return DType::kFloat32;
   }
 }
 
@@ -146,7 +120,7 @@ class NamedOp : public tf::AsyncOpKernel {
     const auto memory = std::make_shared<Memory>();
     for (int i = 0; i < tensors; ++i) {
       const tf::Tensor& tensor = context->input(i);
-      named::TensorSpec spec{TypeOf(tensor.dtype()), {}};
+      named::TensorSpec spec{EngineType(tensor.dtype()), {}};
       for (int axis = 0; axis < tensor.dims(); ++axis) spec.shape.push_back(tensor.dim_size(axis));
       call.request.tensors.push_back(std::move(spec));
       call.inputs.push_back(tensor.tensor_data().data());

@@ -12,6 +12,7 @@
 
 #include "engine/engine.h"
 #include "faces/tf_ending.h"
+#include "faces/tf_types.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -148,21 +149,6 @@ REGISTER_OP("HvpipeSubmit")
     .Attr("T: {half, bfloat16, float, double, int8}")
     .Output("token: int64")
     .SetShapeFn(tf::shape_inference::ScalarShape);
-
-DType EngineType(tf::DataType type) {
-  switch (type) {
-    case tf::DT_HALF:
-      return DType::kFloat16;
-    case tf::DT_BFLOAT16:
-      return DType::kBFloat16;
-    case tf::DT_DOUBLE:
-      return DType::kFloat64;
-    case tf::DT_INT8:
-      return DType::kInt8;
-    default:
-      return DType::kFloat32;
-  }
-}
 
 // After another hvpipe.init(), a bucket's number may belong to another model's plan.
 absl::Status CheckSameBucket(const BucketLayout& layout, bool same, std::size_t count, tf::DataType type) {

@@ -49,6 +49,35 @@ std::vector<const void*> PartsOf(const char* all, DType type, std::int64_t count
   return parts;
 }
 
+std::vector<std::size_t> BytesOf(const std::vector<std::int64_t>& counts, std::size_t bytes_of_each) {
+  std::vector<std::size_t> bytes;
+  for (const std::int64_t count : counts) bytes.push_back(static_cast<std::size_t>(count) * bytes_of_each);
+  return bytes;
+}
+
+struct Parcels {
+  std::vector<SentPart> sends;
+  std::vector<ReceivedPart> receives;
+};
+
+// An all-to-all: `sent` bytes of `source` go to each place in turn, and `received` bytes come from each to
+// `target`. Copies what stays here.
+Parcels ParcelsOf(const char* source, const std::vector<std::size_t>& sent, char* target,
+                  const std::vector<std::size_t>& received, std::size_t own_place) {
+  Parcels parcels;
+  for (std::size_t other = 0; other < sent.size(); ++other) {
+    if (other == own_place) {
+      CopyBytes(target, source, received[other]);
+    } else {
+      parcels.sends.push_back({static_cast<int>(other), source, sent[other]});
+      parcels.receives.push_back({static_cast<int>(other), target, received[other]});
+    }
+    source += sent[other];
+    target += received[other];
+  }
+  return parcels;
+}
+
 // A step of a call: an exchange, then computing with what has arrived.
 class ThenCompute : public Collective {
  public:
@@ -63,7 +92,7 @@ class ThenCompute : public Collective {
   }
   bool done() const override { return done_; }
   std::string Waiting() const override { return exchange_->Waiting(); }
-  std::optional<int> Peer() const override { return exchange_->Peer(); }
+  std::vector<int> Ranks() const override { return exchange_->Ranks(); }
 
  private:
   const std::unique_ptr<Collective> exchange_;
@@ -98,7 +127,7 @@ class Stages {
   void Add(Make make, std::function<void()> compute = nullptr);
   void AddExchange(std::vector<SentPart> sends, std::vector<ReceivedPart> receives,
                    std::function<void()> compute = nullptr);
-  void Gather(const void* mine, char* all, const std::vector<std::size_t>& bytes,
+  void Gather(const void* mine, char* all, std::vector<std::size_t> bytes,
               std::function<void()> compute = nullptr);
   void Reduce(char* data, DType type, std::int64_t count);
   void ReduceShares(const char* in, char* out, const std::vector<std::int64_t>& counts, DType type);
@@ -127,20 +156,11 @@ void Stages::AddExchange(std::vector<SentPart> sends, std::vector<ReceivedPart> 
 }
 
 // `bytes` of each place come to `all` in the order of places.
-void Stages::Gather(const void* mine, char* all, const std::vector<std::size_t>& bytes,
+void Stages::Gather(const void* mine, char* all, std::vector<std::size_t> bytes,
                     std::function<void()> compute) {
-  std::vector<SentPart> sends;
-  std::vector<ReceivedPart> receives;
-  for (std::size_t other = 0; other < bytes.size(); ++other) {
-    if (other == place()) {
-      CopyBytes(all, mine, bytes[other]);
-    } else {
-      sends.push_back({static_cast<int>(other), mine, bytes[place()]});
-      receives.push_back({static_cast<int>(other), all, bytes[other]});
-    }
-    all += bytes[other];
-  }
-  AddExchange(std::move(sends), std::move(receives), std::move(compute));
+  Add([mine, all, bytes = std::move(bytes), network = network_, transport = members_.transport,
+       tag = tag_] { return network->MakeGather(*transport, mine, all, bytes, std::nullopt, tag); },
+      std::move(compute));
 }
 
 // Each place gets the others' parts of its share in their own type, and reduces them in the order of places.
@@ -148,25 +168,13 @@ void Stages::Gather(const void* mine, char* all, const std::vector<std::size_t>&
 void Stages::ReduceShares(const char* in, char* out, const std::vector<std::int64_t>& counts, DType type) {
   const auto all = std::make_shared<Bytes>();  // only while the exchange is under way
   const std::int64_t own = counts[place()];
-  const auto make = [all, in, counts, own, type, kept = agreed_, network = network_, tag = tag_] {
-    const Members& members = kept->members;
-    const std::size_t own_bytes = static_cast<std::size_t>(own) * SizeOf(type);
-    all->reset(new char[own_bytes * counts.size() + 1]);
-    std::vector<SentPart> sends;
-    std::vector<ReceivedPart> receives;
-    const char* part = in;
-    for (std::size_t other = 0; other < counts.size(); ++other) {
-      const std::size_t bytes = static_cast<std::size_t>(counts[other]) * SizeOf(type);
-      char* const target = all->get() + other * own_bytes;
-      if (other == At(members.place)) {
-        CopyBytes(target, part, bytes);
-      } else {
-        sends.push_back({static_cast<int>(other), part, bytes});
-        receives.push_back({static_cast<int>(other), target, own_bytes});
-      }
-      part += bytes;
-    }
-    return network->MakeExchange(*members.transport, sends, receives, tag);
+  const std::vector<std::size_t> sent = BytesOf(counts, SizeOf(type));
+  const std::vector<std::size_t> received(counts.size(), sent[place()]);
+  const auto make = [all, in, sent, received, place = place(), network = network_,
+                     transport = members_.transport, tag = tag_] {
+    all->reset(new char[std::accumulate(received.begin(), received.end(), std::size_t{1})]);
+    const Parcels parcels = ParcelsOf(in, sent, all->get(), received, place);
+    return network->MakeExchange(*transport, parcels.sends, parcels.receives, tag);
   };
   Add(make, [all, out, own, type, kept = agreed_] {
     const std::vector<const void*> parts = PartsOf(all->get(), type, own, kept->members.size());
@@ -190,9 +198,7 @@ void Stages::Reduce(char* data, DType type, std::int64_t count) {
   for (std::int64_t start = 0; start < count; start += kPieceElements) {
     char* const piece = data + static_cast<std::size_t>(start) * SizeOf(type);
     const std::vector<std::int64_t> shares = Shares(std::min(count - start, kPieceElements), size());
-    std::vector<std::size_t> share_bytes;
-    for (const std::int64_t share : shares)
-      share_bytes.push_back(static_cast<std::size_t>(share) * SizeOf(type));
+    const std::vector<std::size_t> share_bytes = BytesOf(shares, SizeOf(type));
     char* const own = std::accumulate(share_bytes.begin(), share_bytes.begin() + members_.place, piece);
     ReduceShares(piece, own, shares, type);
     Gather(own, piece, share_bytes);
@@ -265,14 +271,13 @@ void Stages::Allgather() {
   auto rows = agreed_->response.extents.begin();
   for (std::size_t i = 0; i < call_.inputs.size(); ++i, rows += size()) {
     const TensorSpec& tensor = request_.tensors[i];
-    const std::int64_t total = std::accumulate(rows, rows + size(), std::int64_t{0});
+    const std::vector<std::int64_t> mine(rows, rows + size());
+    const std::int64_t total = std::accumulate(mine.begin(), mine.end(), std::int64_t{0});
     auto* const output = static_cast<char*>(Output(i, WithRows(tensor.shape, total)));
-    std::vector<std::size_t> bytes;
-    for (int each = 0; each < size(); ++each) bytes.push_back(tensor.BytesOfRows(rows[each]));
     if (size() == 1) {
       CopyBytes(output, call_.inputs[i], tensor.bytes());
     } else {
-      Gather(call_.inputs[i], output, bytes);
+      Gather(call_.inputs[i], output, BytesOf(mine, tensor.BytesOfRows(1)));
     }
   }
 }
@@ -300,25 +305,15 @@ void Stages::Alltoall() {
   const TensorSpec& tensor = request_.tensors.front();
   const std::vector<std::int64_t>& received = agreed_->response.extents;
   const std::int64_t total = std::accumulate(received.begin(), received.end(), std::int64_t{0});
-  auto* target = static_cast<char*>(Output(0, WithRows(tensor.shape, total)));
+  auto* const target = static_cast<char*>(Output(0, WithRows(tensor.shape, total)));
   auto* const counts = static_cast<std::int32_t*>(Output(1, {size()}));
-  const auto* source = static_cast<const char*>(call_.inputs.front());
-  std::vector<SentPart> sends;
-  std::vector<ReceivedPart> receives;
-  for (std::size_t other = 0; other < received.size(); ++other) {
+  for (std::size_t other = 0; other < received.size(); ++other)
     counts[other] = static_cast<std::int32_t>(received[other]);
-    const std::size_t to = tensor.BytesOfRows(request_.splits[other]);
-    const std::size_t from = tensor.BytesOfRows(received[other]);
-    if (other == place()) {
-      CopyBytes(target, source, from);
-    } else {
-      sends.push_back({static_cast<int>(other), source, to});
-      receives.push_back({static_cast<int>(other), target, from});
-    }
-    source += to;
-    target += from;
-  }
-  if (size() > 1) AddExchange(std::move(sends), std::move(receives));
+  const std::size_t row_bytes = tensor.BytesOfRows(1);
+  Parcels parcels =
+      ParcelsOf(static_cast<const char*>(call_.inputs.front()), BytesOf(request_.splits, row_bytes), target,
+                BytesOf(received, row_bytes), place());
+  if (size() > 1) AddExchange(std::move(parcels.sends), std::move(parcels.receives));
 }
 
 // The first ranks get one row more if the rows cannot be shared out evenly.

@@ -47,7 +47,6 @@ struct NamedCalls::Pending {
   Call call;
   Operation* operation = nullptr;
   std::optional<Response> response;
-  bool agreed = false;         // all ranks have made the call
   double clock_s = 0;          // ClockOf its process set when it began
   std::optional<Error> error;  // of this call alone
 };
@@ -119,11 +118,12 @@ void NamedCalls::Submit(Call call) {
     return call.done(&error, nullptr);
   }
   if (progress_ == nullptr) return RunAlone(call);
-  const auto operation = std::make_shared<Operation>();
   const auto pending = std::make_shared<Pending>();
-  operation->what = request.Described() + " named " + request.name;
-  operation->priority = kNamedPriority;
-  operation->of_all_ranks = false;
+  const auto operation = Messenger::MakeOperation(
+      nullptr, request.Described() + " named " + request.name, [this, pending, key](const Error* error) {
+        if (error == nullptr && pending->error) error = &*pending->error;
+        Ended(key, pending->call, error, error == nullptr ? &*pending->response : nullptr);
+      });
   // A rank that has joined waits as long as the others train.
   if (request.kind == Kind::kJoin) operation->limit_s = std::numeric_limits<double>::infinity();
   pending->operation = operation.get();
@@ -134,10 +134,6 @@ void NamedCalls::Submit(Call call) {
     Announce(pending->call.request);
     return std::make_unique<Answer>(*this, pending);
   });
-  operation->finished = [this, pending, key](const Error* error) {
-    if (error == nullptr && pending->error) error = &*pending->error;
-    Ended(key, pending->call, error, error == nullptr ? &*pending->response : nullptr);
-  };
   try {
     progress_->Enqueue({operation}, true);
   } catch (const Error& error) {
@@ -242,10 +238,7 @@ void NamedCalls::RemoveSet(int set) {
 
 void NamedCalls::Leave() {
   if (left_.exchange(true) || progress_ == nullptr) return;
-  const auto operation = std::make_shared<Operation>();
-  operation->what = "leaving the collectives by name";
-  operation->priority = kNamedPriority;
-  operation->of_all_ranks = false;
+  const auto operation = Messenger::MakeOperation(nullptr, "leaving the collectives by name", nullptr);
   operation->AddStage([this](const Operation&) {
     Request leaves;
     leaves.kind = Kind::kLeave;
@@ -324,9 +317,7 @@ void NamedCalls::LetClocksRun(double now_s) {
   if (passed_s > kStoppedS && awaits()) {
     stopped_all_s_ += passed_s;
   } else {
-    for (const auto& [set, calls] : exchanging_) {
-      if (calls > 0) stopped_s_[set] += passed_s;
-    }
+    for (const auto& [set, calls] : exchanging_) stopped_s_[set] += passed_s;
   }
   now_s_ = now_s;
 }
@@ -381,13 +372,11 @@ void NamedCalls::AddZeros(Response response) {
     early_.push_back(std::move(response));
     return;
   }
-  const auto operation = std::make_shared<Operation>();
   const auto agreed = std::make_shared<AgreedCall>();
   const auto memory = std::make_shared<std::vector<std::unique_ptr<char[]>>>();
-  operation->what = response.example.front().Described() + " named " + response.name + ", after join";
-  operation->priority = kNamedPriority;
-  operation->of_all_ranks = false;
-  operation->finished = [memory](const Error*) {};
+  const auto operation = Messenger::MakeOperation(
+      nullptr, response.example.front().Described() + " named " + response.name + ", after join",
+      [memory](const Error*) {});
   agreed->call = ZerosFor(response.example.front(), *memory);
   agreed->response = std::move(response);
   Begin(*operation, agreed);
@@ -410,11 +399,9 @@ void NamedCalls::Begin(Operation& operation, const std::shared_ptr<AgreedCall>& 
   }
   AddStages(operation, agreed, network_);
   ++exchanging_[set];
-  ++exchanges_;
   active_s_ = now_s_;
   operation.check = [this, set](Operation&) {
-    --exchanging_[set];
-    --exchanges_;
+    if (--exchanging_[set] == 0) exchanging_.erase(set);
   };
 }
 

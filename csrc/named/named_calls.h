@@ -31,7 +31,7 @@ namespace hvpipe::named {
 //
 //   any thread: Submit -> | driving thread: tell rank 0 -> wait for its answer -> exchanges | -> done
 //
-// The data of a call go before buckets (kNamedPriority), because somebody usually waits for it.
+// The data of a call go before buckets (as messages do), because somebody usually waits for it.
 //
 // Threads: any thread may call the public functions; mutex_ guards what they share with the driving thread,
 // and the rest belongs to the driving thread, which calls Serve.
@@ -65,7 +65,7 @@ class NamedCalls {
   // For Progress. Take messages of other ranks; returns whether any had come.
   bool Serve(double now_s);
   // Whether to look again at once.
-  bool eager() const { return (awaits() || exchanges_ > 0) && now_s_ - active_s_ < kEagerS; }
+  bool eager() const { return (awaits() || !exchanging_.empty()) && now_s_ - active_s_ < kEagerS; }
   // Rank 0 looks for calls of others this often, in seconds, even if none is under way.
   double serve_s() const {
     if (!coordinator_ || size_ == 1) return std::numeric_limits<double>::infinity();
@@ -111,12 +111,11 @@ class NamedCalls {
 
   // Of the driving thread; if this rank is alone, guarded by mutex_.
   std::optional<Coordinator> coordinator_;           // on rank 0
-  bool started_ = false;                             // a call was made here
+  bool started_ = false;                             // a call was made here, or rank 0 has heard of one
   std::map<Key, std::shared_ptr<Pending>> pending_;  // calls of this rank without an answer
   std::deque<Response> early_;                       // for a process set that this rank is still making
   std::map<const Transport*, int> next_tags_;
   std::map<int, int> exchanging_;    // calls whose exchanges are under way, by process set
-  int exchanges_ = 0;                // in all sets
   std::map<int, double> stopped_s_;  // how long the clock of calls has stood still, by process set
   double stopped_all_s_ = 0;         // for all sets
   double now_s_ = 0, active_s_ = 0, looked_s_ = 0;

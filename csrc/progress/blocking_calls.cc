@@ -132,7 +132,9 @@ void BlockingCalls::Gather(const void* in, void* out, const std::vector<std::siz
   const Turns::Turn turn = TakeTurn(interrupt);
   const int tag = NextTag();
   RunChecked(
-      what, [=](const Operation&) { return network_.MakeGather(in, out, bytes, root, tag); }, interrupt);
+      what,
+      [=](const Operation&) { return network_.MakeGather(network_.copies(), in, out, bytes, root, tag); },
+      interrupt);
 }
 
 std::vector<double> BlockingCalls::Agree(const std::string& what, double samples, const Interrupt& interrupt,

@@ -39,23 +39,24 @@ const Record* Network::EarlyRecord() {
   return early_ ? &*early_ : nullptr;
 }
 
-std::unique_ptr<Collective> Network::MakeGather(const void* in, void* out,
+std::unique_ptr<Collective> Network::MakeGather(Transport& ranks, const void* in, void* out,
                                                 const std::vector<std::size_t>& bytes,
                                                 std::optional<int> root, int tag) {
+  const int rank = ranks.rank();
+  const bool receives_all = root.value_or(rank) == rank;
   auto* target = static_cast<char*>(out);
   std::vector<SentPart> sends;
   std::vector<ReceivedPart> receives;
-  for (int peer = 0; peer < topology_.size; ++peer) {
+  for (int peer = 0; peer < ranks.size(); ++peer) {
     const std::size_t theirs = bytes[static_cast<std::size_t>(peer)];
-    const bool is_target = root.value_or(topology_.rank) == topology_.rank;
-    if (peer != topology_.rank && root.value_or(peer) == peer)
-      sends.push_back({peer, in, bytes[static_cast<std::size_t>(topology_.rank)]});
-    if (!is_target) continue;
-    if (peer != topology_.rank) receives.push_back({peer, target, theirs});
-    if (peer == topology_.rank && in != target && theirs > 0) std::memcpy(target, in, theirs);
+    if (peer != rank && root.value_or(peer) == peer)
+      sends.push_back({peer, in, bytes[static_cast<std::size_t>(rank)]});
+    if (!receives_all) continue;
+    if (peer != rank) receives.push_back({peer, target, theirs});
+    if (peer == rank && in != target && theirs > 0) std::memcpy(target, in, theirs);
     target += theirs;
   }
-  return MakeExchange(copies(), sends, receives, tag);
+  return MakeExchange(ranks, sends, receives, tag);
 }
 
 std::unique_ptr<Collective> Network::MakeExchange(Transport& ranks, const std::vector<SentPart>& sends,

@@ -66,9 +66,10 @@ class Network {
   // A record that has arrived from another rank before this rank's exchange; null if none has. The next
   // exchange still gets it. For the driving thread.
   const Record* EarlyRecord();
-  // `bytes` of each rank come to `out`, in rank order, on all ranks or on `root` alone.
-  std::unique_ptr<Collective> MakeGather(const void* in, void* out, const std::vector<std::size_t>& bytes,
-                                         std::optional<int> root, int tag);
+  // `bytes` of each peer come to `out`, in their order, on all peers or on `root` alone.
+  std::unique_ptr<Collective> MakeGather(Transport& ranks, const void* in, void* out,
+                                         const std::vector<std::size_t>& bytes, std::optional<int> root,
+                                         int tag);
   // From `root`, a peer of the transport, to all others.
   std::unique_ptr<Collective> MakeBroadcast(Transport& ranks, void* data, std::size_t bytes, int root,
                                             int tag);

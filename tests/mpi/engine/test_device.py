@@ -126,6 +126,17 @@ def test_steps_of_buckets_are_packed_reduced_and_unpacked(
                 np.testing.assert_array_equal(out.values.astype(np.float64), 0.5 * sum(terms))
 
 
+def assert_summed(engine: EngineClient, plan_id: int, counts: tuple[int, ...]) -> None:
+    """Reduce a step's buckets of one array each, of this many elements."""
+    arrays = [OnDevice(values_of(hvpipe.rank(), count, "float32")) for count in counts]
+    for bucket, array in enumerate(arrays):
+        engine.submit_on_device(plan_id, bucket, [array], 1.0)
+    for bucket, array in enumerate(arrays):
+        engine.collect_on_device(plan_id, bucket, [array])
+        wanted = sum(values_of(r, array.values.size, "float32") for r in range(hvpipe.size()))
+        np.testing.assert_array_equal(array.values, wanted)
+
+
 MEMORY = {
     "there is some": "nccl",
     "of an older NCCL": "nccl_without_memory",
@@ -155,13 +166,7 @@ def test_large_buckets_are_registered_with_nccl_on_all_ranks_or_none(
     plan_id = engine.add_plan("a", plan_buckets(layers, 1_000_000), on_device=True)
     for step in range(2):
         engine.native.begin_step(plan_id, step, 1.0, True)
-        arrays = [OnDevice(values_of(hvpipe.rank(), count, "float32")) for count in (300_001, 1_000)]
-        for bucket, array in enumerate(arrays):
-            engine.submit_on_device(plan_id, bucket, [array], 1.0)
-        for bucket, array in enumerate(arrays):
-            engine.collect_on_device(plan_id, bucket, [array])
-            wanted = sum(values_of(r, array.values.size, "float32") for r in range(hvpipe.size()))
-            np.testing.assert_array_equal(array.values, wanted)
+        assert_summed(engine, plan_id, (300_001, 1_000))
     large = 1 if memory in ("there is some", "that another process takes, too") else 0
     assert nccl.nccl_memory_held() - held == large
     assert nccl.nccl_registrations() - registered == large
@@ -261,13 +266,7 @@ def test_the_buffers_of_a_removed_plan_are_freed(libraries: Libraries, way: str)
         plan_id = engine.add_plan(f"trial {trial}", plan, on_device=True)
         engine.native.begin_step(plan_id, 0, 1.0, True)
         engine.remove_plan(plan_id)  # no effect while a step is under way
-        arrays = [OnDevice(values_of(hvpipe.rank(), count, "float32")) for count in (300_001, 1_000)]
-        for bucket, array in enumerate(arrays):
-            engine.submit_on_device(plan_id, bucket, [array], 1.0)
-        for bucket, array in enumerate(arrays):
-            engine.collect_on_device(plan_id, bucket, [array])
-            wanted = sum(values_of(r, array.values.size, "float32") for r in range(hvpipe.size()))
-            np.testing.assert_array_equal(array.values, wanted)
+        assert_summed(engine, plan_id, (300_001, 1_000))
         engine.remove_plan(plan_id)
         wait_until(lambda: things(device, nccl) == (held, of_nccl, registered))
         assert things(device, nccl) == (held, of_nccl, registered)
