@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench import tune
+from bench import ROOT, tune
 from bench.errors import BenchError
 from bench.evaluation.host_selection import HostSelection, chosen_hosts, this_host, virtual_clusters
 from bench.evaluation.outcome import EvaluationOutcome
@@ -31,8 +31,6 @@ from bench.report.figures import all_figures
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
 from hvpipe.errors import HvpipeError
-
-_ROOT = Path(__file__).parents[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
     readme.add_argument("results", type=Path, metavar="DIR", help="results.jsonl, or its folder")
     readme.add_argument(
-        "--file", type=Path, default=_ROOT / "bench" / "README.md", metavar="FILE", help="another file"
+        "--file", type=Path, default=ROOT / "bench" / "README.md", metavar="FILE", help="another file"
     )
     readme.set_defaults(act=_readme)
     return parser
@@ -220,7 +218,7 @@ def _python(given: str | None) -> str:
     It is --python, else the one of `make peers`, in which every system runs on the same TensorFlow, else this
     one.
     """
-    peers = _ROOT / ".venv-peers" / "bin" / "python"
+    peers = ROOT / ".venv-peers" / "bin" / "python"
     python = given or (str(peers) if peers.exists() else sys.executable)
     found = shutil.which(python)
     if found is None:

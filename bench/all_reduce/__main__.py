@@ -12,64 +12,51 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from bench.all_reduce.report import AllReduceReport
+from bench.command import add_hosts, add_sizes, status_of
 from bench.hosts import rank_benchmark
 from bench.hosts.links import measure_two_way
 from bench.metrics import parse_size, sizes
-from hvpipe.errors import HvpipeError
 
 # A link's token bucket lets 256 KB pass at once after a pause. Samples are so long that this weighs little.
 _SAMPLE_S, _LINK_SAMPLE_S = 0.02, 0.3
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 when measured, 1 with a line of explanation when not, 130 at Ctrl-C. Results are verified."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.all_reduce", description="Measure all-reduce bandwidth."
     )
-    parser.add_argument("--cluster", help="a virtual cluster: 2x1.5gbit, slow-cpu, or a TOML file")
-    parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
-    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
-    parser.add_argument("--min", default="4K", help="smallest buffer (default: 4K)")
-    parser.add_argument("--max", default="256M", help="largest buffer (default: 256M)")
+    add_hosts(parser)
+    add_sizes(parser, "4K", "256M")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 when measured, 1 with a line of explanation when not, 130 at Ctrl-C. Results are verified."""
     os.environ.setdefault("OMPI_MCA_coll_tuned_use_dynamic_rules", "1")  # lets mpi-best choose an algorithm
-    options = _parser().parse_args(argv)
-    try:
-        report = _measured(options)
-    except HvpipeError as error:
-        print(f"bench.all_reduce: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print(report.to_text())
-    if options.json is not None:
-        options.json.write_text(report.to_json())
-        print(f"written: {options.json}")
-    return 0
+    return status_of("bench.all_reduce", partial(_measure, parser.parse_args(argv)))
 
 
-def _measured(options: argparse.Namespace) -> AllReduceReport:
+def _measure(options: argparse.Namespace) -> int:
     """Measure on the ranks, and their link before and after."""
     sizes_bytes = sizes(parse_size(options.min), parse_size(options.max))
     with rank_benchmark.hosts_of(options.cluster, options.hosts) as hosts:
         names = [host.name for host in hosts.spec.hosts]
         several = len(names) > 1
         arguments = {"sizes_bytes": sizes_bytes, "sample_s": _LINK_SAMPLE_S if several else _SAMPLE_S}
-        arguments["where"] = hosts.spec.describe()
+        arguments["where"] = hosts.describe()
         rates = list(measure_two_way(hosts, names[0], names[-1])) if several else []
         report: AllReduceReport = rank_benchmark.run_on_ranks(
             "bench.all_reduce.worker", arguments, hosts, options.ranks
         )
         rates += measure_two_way(hosts, names[0], names[-1]) if several else ()
-    return replace(report, link_bits_per_s=fmean(rates)) if rates else report
+    report = replace(report, link_bits_per_s=fmean(rates)) if rates else report
+    print(report.to_text())
+    if options.json is not None:
+        options.json.write_text(report.to_json())
+        print(f"written: {options.json}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,15 +18,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
 
 from bench.all_reduce.report import AllReduceReport
+from bench.command import add_hosts, add_sizes, status_of
 from bench.errors import BenchError
 from bench.hosts import rank_benchmark
 from bench.hosts.hosts import Hosts
 from bench.metrics import bus_bandwidth, format_size, parse_size, sizes, table
-from hvpipe.errors import HvpipeError
 
 _LIMIT_S = 3600.0
 _CONTENDERS = ("IMB, Intel MPI", "ours, Intel MPI", "ours, hvpipe")
@@ -44,21 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m bench.all_reduce.imb", description="All-reduce beside the Intel MPI Benchmarks."
     )
     parser.add_argument("--environment", type=Path, required=True, help="where pip installed impi-rt")
-    parser.add_argument("--cluster", help="a virtual cluster: 2x1.5gbit, slow-cpu, or a TOML file")
-    parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
-    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
-    parser.add_argument("--min", default="1M", help="smallest buffer (default: 1M)")
-    parser.add_argument("--max", default="64M", help="largest buffer (default: 64M)")
+    add_hosts(parser)
+    add_sizes(parser, "1M", "64M")
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args(argv)
-    try:
-        with rank_benchmark.hosts_of(options.cluster, options.hosts) as hosts:
-            print(_measured(hosts, options))
-    except HvpipeError as error:
-        print(f"bench.all_reduce.imb: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return status_of("bench.all_reduce.imb", partial(_measure, parser.parse_args(argv)))
+
+
+def _measure(options: argparse.Namespace) -> int:
+    with rank_benchmark.hosts_of(options.cluster, options.hosts) as hosts:
+        print(_measured(hosts, options))
     return 0
 
 
@@ -96,7 +91,7 @@ def _measured(hosts: Hosts, options: argparse.Namespace) -> str:
     method = geometric_mean(same[size] / imb[size] for size in sizes_bytes)
     gain = geometric_mean(imb[size] / hvpipe[size] for size in sizes_bytes)
     means = f"geometric means: ours / IMB on the same MPI {method:.2f}, hvpipe over IMB {gain:.2f}x"
-    head = f"{ranks} ranks, {hosts.spec.describe()}; medians of {options.rounds} rounds; bus bandwidths"
+    head = f"{ranks} ranks, {hosts.describe()}; medians of {options.rounds} rounds; bus bandwidths"
     return f"{head}\n{table(header, rows)}\n{means}"
 
 

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 
-from bench.errors import BenchError
+from bench.command import status_of
 from bench.hosts import rank_benchmark
 from bench.hosts.hosts import ThisHost
 
@@ -52,17 +52,12 @@ def _measured_us(system: str) -> float:
     return 1e6 * float(rank_benchmark.run_on_ranks("bench.all_reduce.named", arguments, ThisHost()))
 
 
-def main() -> int:
+def _measure() -> int:
     """Run the rounds, and print the median of each system."""
-    argparse.ArgumentParser(description="Latency of a named all-reduce: hvpipe against Horovod").parse_args()
     found: dict[str, list[float]] = {system: [] for system in (_HVPIPE, *_CYCLE_TIMES)}
-    try:
-        for _ in range(_ROUNDS):
-            for system, measured in found.items():
-                measured.append(_measured_us(system))
-    except BenchError as error:
-        print(f"bench.all_reduce.named: {error}", file=sys.stderr)
-        return 1
+    for _ in range(_ROUNDS):
+        for system, measured in found.items():
+            measured.append(_measured_us(system))
     medians = {system: statistics.median(each) for system, each in found.items()}
     best = min(_CYCLE_TIMES, key=medians.__getitem__)
     print(f"hvpipe           {medians[_HVPIPE]:7.0f} us")
@@ -72,4 +67,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    argparse.ArgumentParser(description="Latency of a named all-reduce: hvpipe against Horovod").parse_args()
+    sys.exit(status_of("bench.all_reduce.named", _measure))

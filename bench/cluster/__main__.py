@@ -11,11 +11,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench.cluster.spec import named_cluster
 from bench.cluster.virtual_cluster import VirtualCluster
-from hvpipe.errors import HvpipeError
+from bench.command import status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,20 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     options = parser.parse_args(argv)
     command = options.command or [os.environ.get("SHELL", "sh")]
-    try:
-        _, spec = named_cluster(options.cluster, Path())
-        with VirtualCluster(spec) as cluster:
-            print(f"up: {spec.describe()}", file=sys.stderr)
-            if options.ranks is not None:
-                return cluster.run(options.ranks, command, capture=False).returncode
-            path = f"{cluster.ssh.parent}{os.pathsep}{os.environ['PATH']}"
-            line = cluster.host_command(spec.hosts[0].name, ["env", f"PATH={path}", *command])
-            return subprocess.run(line, check=False).returncode
-    except HvpipeError as error:
-        print(f"bench.cluster: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return status_of("bench.cluster", partial(_run, options.cluster, options.ranks, command))
+
+
+def _run(name: str, ranks: int | None, command: Sequence[str]) -> int:
+    _, spec = named_cluster(name, Path())
+    with VirtualCluster(spec) as cluster:
+        print(f"up: {spec.describe()}", file=sys.stderr)
+        if ranks is not None:
+            return cluster.run(ranks, command, capture=False).returncode
+        path = f"{cluster.ssh.parent}{os.pathsep}{os.environ['PATH']}"
+        line = cluster.host_command(spec.hosts[0].name, ["env", f"PATH={path}", *command])
+        return subprocess.run(line, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""The description of a virtual cluster: its hosts, the rates of their links and their CPU time; read from
-TOML.
-"""
+"""The description of hosts: their links' rates, CPU time and ranks; of virtual ones, read from TOML."""
 
 from __future__ import annotations
 
@@ -51,17 +49,10 @@ class HostSpec:
     cpus: float | None = None
     slots: int = 1
 
-    def __post_init__(self) -> None:
-        if not _HOST_NAME.fullmatch(self.name) or self.name == "switch":
-            raise BenchError(
-                "A host's name must be lower-case letters and digits, at most 15, starting with a letter, "
-                f"and not 'switch'. Received: name={self.name!r}"
-            )
-
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The hosts of a virtual cluster. mpirun starts on the first one."""
+    """The hosts. mpirun starts on the first one."""
 
     hosts: tuple[HostSpec, ...]
 
@@ -112,8 +103,13 @@ def read_spec(path: Path) -> ClusterSpec:
         table = Table({"name": f"h{index}", **common, **given.as_dict()}, given.place)
         table.allow(("name", "rate", "cpus", "slots"))
         cpus = table.number("cpus", above=0) if table.has("cpus") else None
-        rate = parse_rate(table.text("rate"))
-        hosts.append(HostSpec(table.text("name"), rate, cpus, table.integer("slots", minimum=1)))
+        rate, name = parse_rate(table.text("rate")), table.text("name")
+        if not _HOST_NAME.fullmatch(name) or name == "switch":
+            raise BenchError(
+                "A host's name must be lower-case letters and digits, at most 15, starting with a letter, "
+                f"and not 'switch'. Received: name={name!r}"
+            )
+        hosts.append(HostSpec(name, rate, cpus, table.integer("slots", minimum=1)))
     return ClusterSpec(tuple(hosts))
 
 

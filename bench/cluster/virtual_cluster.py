@@ -12,12 +12,11 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from bench.cluster import cpu, network, state
-from bench.cluster.spec import ClusterSpec, cores_of_rank, equal_hosts
+from bench.cluster.spec import ClusterSpec, equal_hosts
 from bench.errors import BenchError
-from bench.hosts.hosts import FIRST_PORT, Hosts
+from bench.hosts.hosts import Hosts
 from bench.launch import mpirun
 from bench.launch.termination import ended_by_exception, undisturbed
 
@@ -43,9 +42,7 @@ class VirtualCluster(Hosts):
             self._signals = signals.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._signals:
             self.down()
 
@@ -94,11 +91,8 @@ class VirtualCluster(Hosts):
         )
         return self.host_command(self.spec.hosts[0].name, line)
 
-    def addresses(self, hosts: Sequence[int]) -> list[str]:
-        return [f"{network.address(host)}:{FIRST_PORT + number}" for number, host in enumerate(hosts)]
-
-    def cores_of_rank(self) -> float:
-        return cores_of_rank(self.spec, os.cpu_count() or 1)
+    def address(self, host: int) -> str:
+        return network.address(host)
 
 
 def clean_up() -> None:

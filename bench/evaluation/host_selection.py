@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cluster import network
-from bench.cluster.spec import ClusterSpec, cluster_spec, equal_hosts
+from bench.cluster.spec import cluster_spec, equal_hosts
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.evaluation.outcome import ClusterFacts
@@ -31,8 +31,8 @@ class HostSelection:
             if any(each.cluster == ANYWHERE for each in suite.groups):
                 raise BenchError("Groups without clusters need --hosts or --cluster. Received: neither")
             return suite
-        spec = self.hosts.spec
-        fitted = suite.on_one_cluster(self.name, spec.slots, spec if isinstance(spec, ClusterSpec) else None)
+        spec = self.hosts.spec if isinstance(self.hosts, VirtualCluster) else None
+        fitted = suite.on_one_cluster(self.name, self.hosts.spec.slots, spec)
         if not fitted.groups:
             why = "; ".join((*([self.note] if self.note else []), *fitted.notes))
             raise BenchError(f"At least one group should be able to run here. Received: none, {why}")
@@ -43,8 +43,9 @@ class HostSelection:
 
     def facts(self, group: Group) -> ClusterFacts:
         """Return what is known of a group's hosts before anything is measured."""
-        spec = self.hosts_of(group).spec
-        return ClusterFacts(group.cluster, spec.describe(), len(spec.hosts), spec.slowest_rate_bits_per_s)
+        hosts = self.hosts_of(group)
+        rate = hosts.spec.slowest_rate_bits_per_s
+        return ClusterFacts(group.cluster, hosts.describe(), len(hosts.spec.hosts), rate)
 
 
 def chosen_hosts(cluster: str | None, hosts: str | None) -> HostSelection | None:

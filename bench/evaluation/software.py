@@ -6,7 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[2]
+from bench import ROOT
+
 # The files that affect figures: no documentation, tests or results.
 _MEASURED = ("hvpipe", "csrc", "bench", ":(exclude)bench/results", ":(exclude)*.md")
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "hvpipe", "mpi4py")
@@ -25,7 +26,7 @@ def describe_software(python: str) -> dict[str, str]:
         versions: dict[str, str] = json.loads(_said([python, "-c", _PROBE, *_PACKAGES]))
     except (OSError, ValueError, subprocess.SubprocessError):
         versions = {}
-    commit = _commit(_ROOT)
+    commit = _commit(ROOT)
     return {"python": python, **({"commit": commit} if commit else {}), **versions}
 
 

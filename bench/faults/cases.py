@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from bench import ROOT
 from bench.cluster import network
 from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
 from bench.faults.jobs import Ended, Trial, run_to_end
@@ -122,7 +123,7 @@ def _run(
     extra: Mapping[str, str] = MappingProxyType({}),
 ) -> Ended:
     deadlines = dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}")
-    environ = {**extra, "PYTHONPATH": str(Path(__file__).parents[2]), **deadlines}
+    environ = {**extra, "PYTHONPATH": str(ROOT), **deadlines}
     return run_to_end(command, environ, LIMIT_S, during)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from bench import ROOT
 from bench.launch.processes import started
 from hvpipe.checkpoints.folder import complete
 from hvpipe.checkpoints.manifest import read_manifest
@@ -137,7 +138,7 @@ def run(minutes: float, seed: int) -> int:
 
 def _job(folder: Path, output: int, epochs: int, *options: str) -> _Started:
     command = [*_HVPIPE, "run", "-np", str(RANKS), "--no-summary", "--stall-warn", "2"]
-    environ = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environ = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
     line = [*command, "--grace", str(_HANG_S), *options, _TRAINS, str(folder), str(epochs)]
     return started(line, environ, stdout=output, stderr=output)
 

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +43,6 @@ def describe_hardware() -> HostHardware:
         platform.python_version(),
         __version__,
     )
-
-
-def same_and_others(machines: Mapping[str, str]) -> str:
-    """Describe hosts in a line, with equal ones together."""
-    hosts: dict[str, list[str]] = {}
-    for host, machine in machines.items():
-        hosts.setdefault(machine, []).append(host)
-    return "; ".join(f"{', '.join(names)}: {machine}" for machine, names in hosts.items())
 
 
 if __name__ == "__main__":

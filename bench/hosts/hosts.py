@@ -9,46 +9,29 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from bench.cluster.spec import ClusterSpec
+from bench.cluster.spec import ClusterSpec, HostSpec, cores_of_rank
 from bench.errors import BenchError
 from bench.launch import mpirun, processes
-from hvpipe.commands.hosts import HostSlots
 
-FIRST_PORT = 20100  # of those that are used on a host, virtual or real
-
-
-@dataclass(frozen=True)
-class HostList:
-    """Hosts without limits in the form of a ClusterSpec, and a description of them."""
-
-    hosts: tuple[HostSlots, ...]
-    described: str
-    slowest_rate_bits_per_s: None = None
-
-    @property
-    def slots(self) -> int:
-        return sum(host.slots for host in self.hosts)
-
-    def describe(self) -> str:
-        return self.described
+_FIRST_PORT = 20100  # of those that are used on a host, virtual or real
 
 
 class Hosts(ABC):
     """Starts ranks and commands on hosts, which are up inside its `with` block."""
 
-    spec: ClusterSpec | HostList
+    spec: ClusterSpec
+    shared_folder: Path | None = None  # that all hosts see; None if any folder of this machine is one
 
     def __enter__(self) -> Hosts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
+
+    def describe(self) -> str:
+        return self.spec.describe()
 
     @abstractmethod
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
@@ -58,18 +41,17 @@ class Hosts(ABC):
     def mpirun_command(self, ranks: int, command: Sequence[str], export: Sequence[str] = ()) -> list[str]:
         """Return the line that starts a command on ranks, slot by slot. They get the variables `export`."""
 
-    @abstractmethod
+    def address(self, host: int) -> str:
+        """Return the name or address of the host with this number."""
+        return self.spec.hosts[host].name
+
     def addresses(self, hosts: Sequence[int]) -> list[str]:
         """Return "host:port" for each process on the hosts of these numbers."""
+        return [f"{self.address(host)}:{_FIRST_PORT + number}" for number, host in enumerate(hosts)]
 
-    @abstractmethod
     def cores_of_rank(self) -> float:
         """Return the cores of each rank on the host that has fewest."""
-
-    @property
-    def shared_folder(self) -> Path | None:
-        """A folder that all hosts see; None if any folder of this machine does."""
-        return None
+        return cores_of_rank(self.spec, os.cpu_count() or 1)
 
     def plain_command(self, host: str, command: Sequence[str]) -> list[str]:
         """Return the line that runs a command on a host, which keeps input, output and errors as they are."""
@@ -93,7 +75,10 @@ class ThisHost(Hosts):
     """This host alone, without limits."""
 
     def __init__(self, ranks: int = 2) -> None:
-        self.spec = HostList((HostSlots("localhost", ranks),), "plain loopback, links without limit")
+        self.spec = ClusterSpec((HostSpec("localhost", slots=ranks),))
+
+    def describe(self) -> str:
+        return "plain loopback, links without limit"
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
         return list(command)
@@ -103,9 +88,6 @@ class ThisHost(Hosts):
 
     def addresses(self, hosts: Sequence[int]) -> list[str]:
         return [f"127.0.0.1:{port}" for port in _free_ports(len(hosts))]
-
-    def cores_of_rank(self) -> float:
-        return (os.cpu_count() or 1) / self.spec.slots
 
 
 def _free_ports(count: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from bench.cluster.spec import HostSpec, format_rate
+from bench.cluster.spec import format_rate
 from bench.errors import BenchError
 from bench.hosts.hosts import Hosts
 from bench.hosts.rank_benchmark import say
@@ -45,7 +45,7 @@ def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
     first, *others = hosts.spec.hosts
     found = []
     for other in others:
-        ends = [host.rate_bits_per_s for host in (first, other) if isinstance(host, HostSpec)]
+        ends = (first.rate_bits_per_s, other.rate_bits_per_s)
         set_rate = min((rate for rate in ends if rate is not None), default=None)
         link = LinkFacts(cluster, first.name, other.name, set_rate)
         try:
@@ -64,25 +64,21 @@ def measure_two_way(hosts: Hosts, first: str, second: str, *, seconds: float = 4
     Return the bits per second that arrived at the first and at the second host. A ring uses both directions
     alike, so it can reach their mean at most.
     """
+    size_bytes, taken_s = _FIRST_BYTES, (0.0, 0.0)
     try:
-        return _streamed(hosts, first, second, seconds)
+        with (
+            open_stream(hosts.plain_command(first, COMMAND)) as one,
+            open_stream(hosts.plain_command(second, COMMAND)) as other,
+        ):
+            one.send_to(second, other.port)
+            other.send_to(first, one.port)
+            while min(taken_s) < seconds:
+                one.begin(size_bytes)
+                other.begin(size_bytes)
+                taken_s, sent_bytes = (one.wait(), other.wait()), size_bytes
+                size_bytes = int(sent_bytes * min(8.0, 1.2 * seconds / min(taken_s)))
     except (RuntimeError, OSError) as error:
         raise BenchError(
             f"A stream between {first} and {second} must not end early. Received: {error}"
         ) from error
-
-
-def _streamed(hosts: Hosts, first: str, second: str, seconds: float) -> tuple[float, float]:
-    with (
-        open_stream(hosts.plain_command(first, COMMAND)) as one,
-        open_stream(hosts.plain_command(second, COMMAND)) as other,
-    ):
-        one.send_to(second, other.port)
-        other.send_to(first, one.port)
-        size_bytes, taken_s = _FIRST_BYTES, (0.0, 0.0)
-        while min(taken_s) < seconds:
-            one.begin(size_bytes)
-            other.begin(size_bytes)
-            taken_s, sent_bytes = (one.wait(), other.wait()), size_bytes
-            size_bytes = int(sent_bytes * min(8.0, 1.2 * seconds / min(taken_s)))
     return 8 * sent_bytes / taken_s[0], 8 * sent_bytes / taken_s[1]

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import ROOT
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.hosts.hosts import Hosts
 from bench.hosts.real_hosts import RealHosts
 from bench.launch.processes import Command
 from bench.systems.system import System
 from hvpipe.commands.launch import exported_names
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,13 @@ from typing import Any
 
 import psutil
 
+from bench import ROOT
 from bench.cluster.spec import named_cluster
 from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import BenchError
 from bench.hosts.hosts import Hosts, ThisHost
 from bench.hosts.real_hosts import RealHosts
 from hvpipe.environment.discover import discover
-
-_ROOT = Path(__file__).parents[2]
 
 
 def hosts_of(cluster: str | None, hosts: str | None) -> Hosts:
@@ -52,7 +51,7 @@ def run_on_ranks(
         folder = Path(name)
         (folder / "arguments").write_bytes(pickle.dumps(arguments))
         command = [python, "-m", "bench.hosts.rank_benchmark", worker, name]
-        count, env = ranks or hosts.spec.slots, {"PYTHONPATH": str(_ROOT)}
+        count, env = ranks or hosts.spec.slots, {"PYTHONPATH": str(ROOT)}
         try:
             status = hosts.run(count, command, timeout_s=timeout_s, env=env, capture=False).returncode
         except subprocess.TimeoutExpired as error:

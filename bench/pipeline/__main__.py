@@ -113,7 +113,7 @@ def _measured(options: argparse.Namespace, cluster: str | None, model: str) -> P
     methods = tuple(options.methods.split(","))
     wanted = WorkerOptions(methods, options.seeds, options.rounds, options.steps)
     with rank_benchmark.hosts_of(cluster, options.hosts) as hosts:
-        arguments = {"task": _task(options, model), "options": wanted, "where": hosts.spec.describe()}
+        arguments = {"task": _task(options, model), "options": wanted, "where": hosts.describe()}
         report: PipelineReport = rank_benchmark.run_on_ranks(
             "bench.pipeline.worker", arguments, hosts, options.ranks, timeout_s=900.0
         )

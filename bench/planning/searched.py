@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
+from bench import ROOT
 from hvpipe.forecast.pipeline import forecast
 from hvpipe.plan.baselines import baseline
 from hvpipe.search.choice import choose
@@ -18,7 +18,7 @@ from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.specs.profile import Profile
 
-PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
+PROFILES = ROOT / "tests" / "data" / "profiles"
 MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
 LATENCY_S = 1e-4
 MICROBATCHES = 8  # of the real models

@@ -12,8 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bench import ROOT
 from bench.hosts.hosts import Hosts
-from bench.hosts.process_placement import ROOT, Placement
+from bench.hosts.process_placement import Placement
 from bench.hosts.real_hosts import RealHosts
 from bench.launch import mpirun
 from bench.launch.processes import run_together

@@ -105,7 +105,8 @@ def test_settings_are_searched_for_on_real_hosts(
         return finished(of, 1.0, number=number)
 
     monkeypatch.setattr("bench.rounds.round.run_round", run_round)
-    monkeypatch.setattr(RealHosts, "require_answers", lambda self: self._cores.update(a=9, b=8))
+    answers = {name: {"cores": cores, "machine": "A CPU"} for name, cores in (("a", 9), ("b", 8))}
+    monkeypatch.setattr(RealHosts, "require_answers", lambda self: self._answers.update(answers))
     monkeypatch.setattr("bench.evaluation.run.links.measure", lambda hosts, cluster: ())
     words = ["tune", "--system", "tf-mwms-tuned", "--rounds", "1", "--hosts", "a:2,b"]
     assert command.main([*words, "--python", sys.executable]) == 0

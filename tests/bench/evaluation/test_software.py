@@ -37,7 +37,7 @@ def test_versions_are_those_of_the_training_python() -> None:
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="wants git")
 def test_the_commit_covers_the_measured_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_ROOT", tmp_path)
+    monkeypatch.setattr(software, "ROOT", tmp_path)
 
     def commit() -> str | None:
         return describe_software("/absent").get("commit")

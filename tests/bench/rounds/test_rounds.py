@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from bench import ROOT
 from bench.errors import BenchError
 from bench.evaluation.outcome import EvaluationOutcome, Journal
 from bench.hosts.hosts import ThisHost
-from bench.hosts.process_placement import ROOT, Placement
+from bench.hosts.process_placement import Placement
 from bench.hosts.real_hosts import RealHosts
 from bench.launch.processes import Command, Ended, run_together
 from bench.rounds import meter

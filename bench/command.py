@@ -1,0 +1,33 @@
+"""What the benchmarks' commands share: options for hosts and sizes, and errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from hvpipe.errors import HvpipeError
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add on which hosts to measure: those of rank_benchmark.hosts_of."""
+    parser.add_argument("--cluster", help="a virtual cluster: 2x1.5gbit, slow-cpu, or a TOML file")
+    parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
+    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
+
+
+def add_sizes(parser: argparse.ArgumentParser, smallest: str, largest: str) -> None:
+    """Add the buffers of an all-reduce: arguments of metrics.sizes."""
+    parser.add_argument("--min", default=smallest, help="smallest buffer (default: %(default)s)")
+    parser.add_argument("--max", default=largest, help="largest buffer (default: %(default)s)")
+
+
+def status_of(program: str, act: Callable[[], int], failed: int = 1) -> int:
+    """Return the exit code that `act` returns; `failed` after a line that says why, and 130 at Ctrl-C."""
+    try:
+        return act()
+    except (HvpipeError, OSError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return failed
+    except KeyboardInterrupt:
+        return 130
