@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench import ROOT, tune
+from bench.command import status_of
 from bench.errors import BenchError
 from bench.evaluation.host_selection import HostSelection, chosen_hosts, this_host, virtual_clusters
 from bench.evaluation.outcome import EvaluationOutcome
@@ -30,20 +31,12 @@ from bench.report import modes, text
 from bench.report.figures import all_figures
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
-from hvpipe.errors import HvpipeError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
-    try:
-        with ended_by_exception():
-            status: int = options.act(options)
-        return status
-    except (HvpipeError, OSError) as error:
-        print(f"hvpipe bench {options.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    with ended_by_exception():
+        return status_of(f"hvpipe bench {options.command}", partial(options.act, options), failed=2)
 
 
 def make_parser() -> argparse.ArgumentParser:

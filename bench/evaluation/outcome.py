@@ -8,13 +8,12 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from bench.errors import BenchError
 from bench.hosts.hardware import HostHardware
 from bench.hosts.links import LinkFacts
-from bench.rounds.record import Case, Round
+from bench.rounds.record import Case, Round, from_dict
 from hvpipe.config_file import fingerprint
 
 FILE = "results.jsonl"
@@ -79,18 +78,15 @@ def _parsed(text: str) -> EvaluationOutcome:
     links: dict[tuple[str, str], LinkFacts] = {}
     try:
         first, *lines = text.split("\n")[:-1]
-        fields = json.loads(first)
-        fields["machine"] = HostHardware(**fields["machine"])
-        fields["clusters"] = tuple(ClusterFacts(**each) for each in fields["clusters"])
-        fields["notes"] = tuple(fields["notes"])
+        setting = from_dict(Setting, json.loads(first))
         for line in map(json.loads, lines):
             if "case" in line:
-                round_ = Round.from_dict(line)
+                round_ = from_dict(Round, line)
                 rounds[round_.case, round_.number] = round_
             else:
-                link = LinkFacts(**line)
+                link = from_dict(LinkFacts, line)
                 links[link.cluster, link.second] = link
-        return EvaluationOutcome(Setting(**fields), tuple(rounds.values()), tuple(links.values()))
+        return EvaluationOutcome(setting, tuple(rounds.values()), tuple(links.values()))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BenchError(
             f"Results should be as `hvpipe bench run` writes them. Received: {error!r}"
@@ -122,9 +118,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def _lock(self, folder: Path) -> None:

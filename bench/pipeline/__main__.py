@@ -19,7 +19,7 @@ from bench.errors import BenchError
 from bench.hosts import rank_benchmark
 from bench.pipeline.report import PipelineReport, summary
 from bench.pipeline.worker import METHODS, WorkerOptions
-from bench.rounds.record import Task
+from bench.rounds.record import Task, from_dict
 from bench.training.workloads import check
 from hvpipe.atomic_file import atomic_file
 from hvpipe.errors import HvpipeError
@@ -122,10 +122,8 @@ def _measured(options: argparse.Namespace, cluster: str | None, model: str) -> P
 
 def read(folder: Path) -> dict[str, PipelineReport]:
     """Return the reports of a folder by case."""
-    return {
-        file.stem: PipelineReport.from_dict(json.loads(file.read_text()))
-        for file in sorted(folder.glob("*.json"))
-    }
+    files = sorted(folder.glob("*.json"))
+    return {file.stem: from_dict(PipelineReport, json.loads(file.read_text())) for file in files}
 
 
 if __name__ == "__main__":

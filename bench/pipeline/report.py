@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean, geometric_mean, median
-from typing import Any
 
 from bench.metrics import format_time, relative_spread, table
 
@@ -64,11 +63,6 @@ class PipelineReport:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self)) + "\n"
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> PipelineReport:
-        """Read what asdict returned, perhaps through JSON."""
-        return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in data["cases"])})
 
 
 def summary(reports: Mapping[str, PipelineReport]) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
 NOT_UP = "the hosts were not up: "  # a reason that begins so blames a cluster or its hosts, not a system
 ALONE = "single"  # the system that computes without sharing
@@ -85,6 +85,13 @@ class RankRound:
     loss: list[float] = field(default_factory=list)  # a value for each epoch
     accuracy: list[float] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Refuse a step that is not finite: NaN would pass as no change."""
+        if not self.step_s or not all(math.isfinite(s) and s >= 0 for s in (*self.step_s, self.wall_s)):
+            raise ValueError(
+                f"A rank's steps should be finite seconds. Received: step_s={self.step_s}, {self.wall_s}"
+            )
+
 
 @dataclass(frozen=True)
 class Round:
@@ -128,14 +135,15 @@ class Round:
         """Why there are no figures, in one line: the last exception in the output, else its last words."""
         return self.skipped or last_words(self.error)
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Round:
-        """Read what asdict returned, perhaps through JSON."""
-        case = dict(data["case"])
-        task = Task(**case.pop("task"))
-        ranks = tuple(rank_round(rank) for rank in data["ranks"])
-        rest = {k: v for k, v in data.items() if k not in ("case", "ranks", "notes")}
-        return Round(Case(task=task, **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
+
+def from_dict(kind: Any, data: Any) -> Any:
+    """Return a dataclass of this kind from what `asdict` returned, perhaps through JSON."""
+    if is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: from_dict(kinds[name], value) for name, value in data.items()})
+    if get_origin(kind) is tuple:
+        return tuple(from_dict(get_args(kind)[0], each) for each in data)
+    return data
 
 
 def last_words(output: str) -> str:
@@ -143,14 +151,3 @@ def last_words(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if re.search(r"\w", line)]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return (raised or lines or [""])[-1]
-
-
-def rank_round(data: dict[str, Any]) -> RankRound:
-    """Read what asdict returned. ValueError if a step is not finite: NaN would pass as no change."""
-    rank = RankRound(**data)
-    times_s = (*rank.step_s, rank.wall_s)
-    if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):
-        raise ValueError(
-            f"A rank's steps should be finite seconds. Received: step_s={rank.step_s}, {rank.wall_s}"
-        )
-    return rank

@@ -18,7 +18,7 @@ from bench.hosts.process_placement import Placement
 from bench.hosts.real_hosts import RealHosts
 from bench.launch import mpirun
 from bench.launch.processes import run_together
-from bench.rounds.record import Case, Round, rank_round
+from bench.rounds.record import Case, RankRound, Round, from_dict
 from bench.systems import SYSTEMS, System
 from hvpipe.errors import HvpipeError
 
@@ -89,7 +89,7 @@ def _run(
     versions = [f"{what} {version}" for what, version in found[0]["versions"].items()]
     if system.start == "mpirun":
         versions.append(mpirun.mpirun_of(python).name)
-    ranks = tuple(rank_round(each["rank"]) for each in found)
+    ranks = tuple(from_dict(RankRound, each["rank"]) for each in found)
     return replace(round_, ranks=ranks, versions=", ".join(versions))
 
 

@@ -1,15 +1,44 @@
-"""Times the steps of a rank, alike for every system."""
+"""Times the steps of a rank, and reads what its process has used, alike for every system."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench.rounds import meter
 from bench.rounds.record import RankRound
+
+_ADAPTERS = Path("/sys/class/net")
+
+
+def cpu_s(helper: int | None = None) -> float:
+    """Return the seconds of CPU time of this process so far, with those of a `helper` process."""
+    used = psutil.Process(helper).cpu_times() if helper is not None else None
+    return time.process_time() + (used.user + used.system if used else 0.0)
+
+
+def peak_bytes() -> int:
+    """Return the peak of resident memory since this program began, as the kernel counts; 0 without /proc."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def sent_bytes(adapters: Path = _ADAPTERS) -> int:
+    """Return the bytes that left this host (or network namespace) since it started, with protocol headers.
+
+    These are bytes over TCP/IP. The kernel does not count InfiniBand or shared memory. Where there are
+    network adapters only they count, because bonds, bridges and tunnels send through them.
+    """
+    counted = psutil.net_io_counters(pernic=True, nowrap=False)
+    sent = {name: each.bytes_sent for name, each in counted.items() if name != "lo"}
+    physical = [name for name in sent if (adapters / name / "device").exists()]
+    return sum(sent[name] for name in physical or sent)
 
 
 class StepWatch:
@@ -27,12 +56,10 @@ class StepWatch:
 
     def __init__(self, open_after: int | None = None) -> None:
         self._open_after = open_after
-        self._last_s = 0.0
-        self._done = 0
-        self._paused_s = 0.0
-        self._began_s = self._ended_s = self._host_share = 0.0
-        self._first: meter.Reading | None = None
-        self._last: meter.Reading | None = None
+        self._done = 0  # steps
+        self._last_s = self._paused_s = self._taken_s = self._cpu_s = self._host_share = 0.0
+        self._began_s: float | None = None  # when the timed part began
+        self._sent_bytes = self._peak_bytes = 0
         self.first_step_s = 0.0
         self.step_s: list[float] = []
         self.loss: list[float] = []
@@ -50,7 +77,7 @@ class StepWatch:
         self._done += 1
         if self._done == 1:
             self.first_step_s = took_s
-        if self._first is not None:
+        if self._began_s is not None:
             self.step_s.append(took_s)
         elif self._done == self._open_after:
             self._open()
@@ -67,28 +94,27 @@ class StepWatch:
 
     def drained(self) -> None:
         """Note that nothing is left to do after the last step."""
-        self._ended_s = time.monotonic()
-        self._last = meter.read(self.helper)
+        assert self._began_s is not None
+        self._taken_s = time.monotonic() - self._began_s
+        self._cpu_s = cpu_s(self.helper) - self._cpu_s
+        self._sent_bytes, self._peak_bytes = sent_bytes() - self._sent_bytes, peak_bytes()
         self._host_share = psutil.cpu_percent() / 100
 
     def _open(self) -> None:
         if self.at_window is not None:
             self.at_window()
         psutil.cpu_percent()  # the next call measures from here
-        self._first = meter.read(self.helper)
+        self._cpu_s, self._sent_bytes = cpu_s(self.helper), sent_bytes()
         self._paused_s = 0.0  # evaluations before the timed part do not count
         self._began_s = self._last_s = time.monotonic()
 
     def rank_round(self) -> RankRound:
-        assert self._first is not None
-        assert self._last is not None
-        timed_s = self._ended_s - self._began_s
         return RankRound(
             step_s=[round(each, 6) for each in self.step_s],
-            wall_s=(timed_s - self._paused_s) / len(self.step_s),
-            cpu_share=(self._last.cpu_s - self._first.cpu_s) / timed_s,
-            peak_bytes=self._last.peak_bytes,
-            sent_bytes=(self._last.sent_bytes - self._first.sent_bytes) // len(self.step_s),
+            wall_s=(self._taken_s - self._paused_s) / len(self.step_s),
+            cpu_share=self._cpu_s / self._taken_s,
+            peak_bytes=self._peak_bytes,
+            sent_bytes=self._sent_bytes // len(self.step_s),
             first_step_s=self.first_step_s,
             host_share=round(self._host_share, 3),
             loss=self.loss,
@@ -101,7 +127,7 @@ def fit_callback(
 ) -> Any:
     """Return a Keras callback that reports the steps of a `fit` to a watch, and epochs with `evaluate`."""
 
-    class Watching(keras.callbacks.Callback):  # type: ignore[misc]
+    class Watching(keras.callbacks.Callback):
         # For hvpipe: it need not finish a step first, nor ask all ranks after each step whether to stop.
         reads_weights = False
         stops_training = False

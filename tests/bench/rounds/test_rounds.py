@@ -23,10 +23,9 @@ from bench.hosts.hosts import ThisHost
 from bench.hosts.process_placement import Placement
 from bench.hosts.real_hosts import RealHosts
 from bench.launch.processes import Command, Ended, run_together
-from bench.rounds import meter
 from bench.rounds.record import Case, RankRound, Task
 from bench.rounds.round import run_round
-from bench.rounds.watch import StepWatch
+from bench.rounds.watch import StepWatch, cpu_s, peak_bytes, sent_bytes
 from bench.systems import SYSTEMS
 from bench.training.workloads import check
 from bench_rounds import outcome
@@ -170,20 +169,19 @@ def test_bytes_of_a_bond_or_a_bridge_are_counted_once(
     sent = {"lo": 1, "eth0": 10, "eth1": 100, "bond0": 110, "docker0": 1000}
     counted = {name: SimpleNamespace(bytes_sent=count) for name, count in sent.items()}
     monkeypatch.setattr(psutil, "net_io_counters", lambda **_: counted)
-    assert meter.sent_bytes(tmp_path) == 1220  # a network namespace has no adapters
+    assert sent_bytes(tmp_path) == 1220  # a network namespace has no adapters
     for adapter in ("eth0", "eth1"):
         (tmp_path / adapter / "device").mkdir(parents=True)
-    assert meter.sent_bytes(tmp_path) == 110
+    assert sent_bytes(tmp_path) == 110
 
 
 def test_the_meter_counts_this_process() -> None:
-    before = meter.read()
+    before_s = cpu_s()
     began_s = time.process_time()
     while time.process_time() - began_s < 0.05:
         pass
-    after = meter.read()
-    assert after.cpu_s - before.cpu_s >= 0.05
-    assert after.peak_bytes >= psutil.Process().memory_info().rss * 0.5
+    assert cpu_s() - before_s >= 0.05
+    assert peak_bytes() >= psutil.Process().memory_info().rss * 0.5
 
 
 def test_time_for_evaluation_is_not_part_of_the_timed_steps() -> None:

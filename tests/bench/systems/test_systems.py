@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from bench.hosts.hosts import ThisHost
-from bench.rounds.record import Case, Round, Task
+from bench.rounds.record import Case, Round, Task, from_dict
 from bench.rounds.round import run_round
 from bench.systems import SYSTEMS
 from distributed import environment
@@ -69,7 +69,7 @@ def _check(round_: Round, task: Task) -> None:
         assert rank.peak_bytes > 100e6
     assert "TensorFlow" in round_.versions
     assert (round_.ranks[0].host_share or 0.5) <= 1
-    assert Round.from_dict(asdict(round_)) == round_
+    assert from_dict(Round, asdict(round_)) == round_
 
 
 def test_exact_systems_learn_digits_equally() -> None:
