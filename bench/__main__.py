@@ -21,10 +21,9 @@ from bench.command import status_of
 from bench.errors import BenchError
 from bench.evaluation.host_selection import HostSelection, chosen_hosts, this_host, virtual_clusters
 from bench.evaluation.outcome import EvaluationOutcome
-from bench.evaluation.read_suite import add_task_arguments, read_suite, suite_names, suite_of_options
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
-from bench.evaluation.suite import Suite
+from bench.evaluation.suite import Suite, add_task_arguments, read_suite, suite_names, suite_of_options
 from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.report import modes, text

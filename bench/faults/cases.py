@@ -27,6 +27,7 @@ from bench.launch.processes import end_left_behind
 
 PHASES = ("pack", "reduce", "update", "flush", "checkpoint")
 _BEFORE_THE_END = ("pack", "reduce", "update", "checkpoint")  # at the end all ranks may exit
+_RANKS = 4
 DEADLINE_S = 4.0
 LIMIT_S = 90.0  # longer is a hang
 PROMISED_S = 10.0  # after the deadline, or after the fault if that needs no deadline
@@ -36,23 +37,14 @@ _STATE = re.compile(r"^STATE (\w+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
-
-    Attributes:
-        title: Its row in the table.
-        promise: What must follow, in words.
-        run: One trial: (phase, random numbers) to what happened.
-        phases: Where it may strike; of `lost`, the overlap modes.
-        missing: Why it cannot be tried here; "" if it can.
-        often: It gets so many times the trials of other faults.
-    """
+    """A fault: the title of its row, what must follow in words, and one trial (phase, random numbers)."""
 
     title: str
     promise: str
     run: Callable[[str, random.Random], Trial]
-    phases: Sequence[str] = PHASES
-    missing: str = ""
-    often: int = 1
+    phases: Sequence[str] = PHASES  # where it may strike; of `lost`, the overlap modes
+    missing: str = ""  # why it cannot be tried here
+    often: int = 1  # it gets so many times the trials of other faults
 
 
 def cases() -> dict[str, Fault]:
@@ -66,10 +58,15 @@ def cases() -> dict[str, Fault]:
         "kill": Fault("SIGKILL of a rank", ends, partial(_ends, "kill", "killed", 0.0)),
         "stop": Fault("SIGSTOP of a rank", ends, partial(_ends, "stop", "stopped", DEADLINE_S)),
         "raise": Fault("an exception on a rank", ends, partial(_ends, "raise", "ValueError: injected", 0.0)),
-        "exit": Fault("sys.exit(3) on a rank", f"{ends}; its code is 3", _exit, _BEFORE_THE_END),
+        "exit": Fault(
+            "sys.exit(3) on a rank",
+            f"{ends}; its code is 3",
+            partial(_ends, "exit", "sys.exit(3) in worker.py", 0.0, code=3),
+            _BEFORE_THE_END,
+        ),
         "crash": Fault("SIGSEGV of a rank", ends, partial(_ends, "crash", "SIGSEGV", 0.0)),
         "memory": Fault("out of memory (cgroup)", ends, _out_of_memory, missing=group),
-        "slow": Fault("a rank that is late by 2 s", goes_on, _slow, later),
+        "slow": Fault("a rank that is late by 2 s", goes_on, partial(_goes_on, "slow"), later),
         "clock": Fault("the clock jumps by an hour, forward or back", goes_on, _clock_jump, missing=no_cc),
         "disk": Fault("full disk (tmpfs) under the checkpoints", goes_on, _full_disk, ("checkpoint",), root),
         "part": Fault(
@@ -104,22 +101,18 @@ def cases() -> dict[str, Fault]:
     }
 
 
-def _worker(folder: Path, *options: object) -> list[str]:
-    return [sys.executable, "-u", "-m", "bench.faults.worker", str(folder), *map(str, options)]
-
-
 def _hvpipe_run(ranks: int, folder: Path, *options: object) -> list[str]:
-    _, _, _, *words = _worker(folder, *options)
     limits = ["--timeout", "60", "--stall-abort", f"{DEADLINE_S:g}", "--no-summary"]
     return [
         *(sys.executable, "-m", "hvpipe", "run", "-np", str(ranks), *limits),
-        *("--flight-recorder", str(folder / "flight"), "-m", *words),
+        *("--flight-recorder", str(folder / "flight"), "-m", "bench.faults.worker", str(folder)),
+        *map(str, options),
     ]
 
 
 def _run(
     command: Sequence[str],
-    during: Callable[[subprocess.Popen[Any]], None] | None = None,
+    during: Callable[[subprocess.Popen[Any]], None] = lambda process: None,
     extra: Mapping[str, str] = MappingProxyType({}),
 ) -> Ended:
     deadlines = dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}")
@@ -155,8 +148,10 @@ def _problem(*problems: tuple[bool, str]) -> str:
     return next((text for there, text in problems if there), "")
 
 
-def _judge_end(ended: Ended, folder: Path, deadline_s: float, says: Sequence[str]) -> Trial:
-    """The job must end in time, not with 0, and say these words."""
+def _judge_end(
+    ended: Ended, folder: Path, deadline_s: float, says: Sequence[str], code: int | None = None
+) -> Trial:
+    """The job must end in time, not with 0 but with this code if one is given, and say these words."""
     after_s = ended.at_s - _broken_s(folder) - deadline_s
     problem = _problem(
         (ended.code is None, "it hung"),
@@ -164,6 +159,7 @@ def _judge_end(ended: Ended, folder: Path, deadline_s: float, says: Sequence[str
         (ended.code == 0, "it ended with 0"),
         *((words not in ended.output, f"it does not say {words!r}") for words in says),
         (after_s > PROMISED_S, f"it took {after_s:.1f} s"),
+        (code is not None and ended.code != code, f"its code is {ended.code}"),
     )
     return Trial(problem, max(0.0, after_s) if _broken_s(folder) else 0.0, ended.output)
 
@@ -180,29 +176,45 @@ def _judge_going_on(
         (state is None or state != _reference(ranks, *options), "other weights"),
         (says not in ended.output, f"it does not say {says!r}"),
     )
-    return Trial(problem, 0.0, ended.output)
+    return Trial(problem, output=ended.output)
 
 
-def _place(phase: str, chance: random.Random, ranks: int) -> tuple[list[object], int]:
-    victim = chance.randrange(ranks)
-    return ["--phase", phase, "--victim", victim, "--at", chance.randrange(1, 10)], victim
-
-
-def _ends(fault: str, says: str, deadline_s: float, phase: str, chance: random.Random) -> Trial:
-    ranks = 4
-    where, victim = _place(phase, chance, ranks)
+def _break(
+    fault: str,
+    judge: Callable[[Ended, Path, int], Trial],
+    phase: str,
+    chance: random.Random,
+    *options: object,
+    extra: Mapping[str, str] = MappingProxyType({}),
+) -> Trial:
+    """Break a random one of four ranks at a random step. `judge` gets its number and the job's folder."""
+    victim = chance.randrange(_RANKS)
+    place = ("--phase", phase, "--victim", victim, "--at", chance.randrange(1, 10))
     with _folder() as folder:
-        ended = _run(_hvpipe_run(ranks, folder, "--fault", fault, *where))
-        return _judge_end(ended, folder, deadline_s, (f"Rank {victim} ", says))
+        ended = _run(_hvpipe_run(_RANKS, folder, "--fault", fault, *place, *options), extra=extra)
+        return judge(ended, folder, victim)
 
 
-def _exit(phase: str, chance: random.Random) -> Trial:
-    where, victim = _place(phase, chance, 4)
-    with _folder() as folder:
-        ended = _run(_hvpipe_run(4, folder, "--fault", "exit", *where))
-        trial = _judge_end(ended, folder, 0.0, (f"Rank {victim} ", "sys.exit(3) in worker.py"))
-        other = _problem((ended.code != 3, f"its code is {ended.code}"))
-        return replace(trial, problem=trial.problem or other)
+def _ends(
+    fault: str,
+    says: str,
+    deadline_s: float,
+    phase: str,
+    chance: random.Random,
+    *options: object,
+    code: int | None = None,
+) -> Trial:
+    def judge(ended: Ended, folder: Path, victim: int) -> Trial:
+        return _judge_end(ended, folder, deadline_s, (f"Rank {victim} ", says), code)
+
+    return _break(fault, judge, phase, chance, *options)
+
+
+def _goes_on(fault: str, phase: str, chance: random.Random, *options: object, **more: Any) -> Trial:
+    def judge(ended: Ended, folder: Path, victim: int) -> Trial:
+        return _judge_going_on(ended, folder, _RANKS)
+
+    return _break(fault, judge, phase, chance, *options, **more)
 
 
 def _full_for_one_rank(phase: str, chance: random.Random) -> Trial:
@@ -223,40 +235,25 @@ def _out_of_memory(phase: str, chance: random.Random) -> Trial:
     group = _MEMORY / f"hvpipe-fault-{os.getpid()}"
     group.mkdir()
     try:
-        ranks = 4
-        where, victim = _place(phase, chance, ranks)
-        with _folder() as folder:
-            ended = _run(_hvpipe_run(ranks, folder, "--fault", "memory", "--group", group, *where))
-            return _judge_end(ended, folder, 0.0, (f"Rank {victim} ", "memory was used up"))
+        return _ends("memory", "memory was used up", 0.0, phase, chance, "--group", group)
     finally:
-        _remove_group(group)
-
-
-def _remove_group(group: Path) -> None:
-    for _ in range(50):
-        with contextlib.suppress(OSError):
-            group.rmdir()
-            return
-        time.sleep(0.1)
-
-
-def _slow(phase: str, chance: random.Random) -> Trial:
-    where, _ = _place(phase, chance, 4)
-    with _folder() as folder:
-        return _judge_going_on(_run(_hvpipe_run(4, folder, "--fault", "slow", *where)), folder, 4)
+        for _ in range(50):  # the kernel may still be removing its ended processes
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
 
 
 def _clock_jump(phase: str, chance: random.Random) -> Trial:
     """All processes of the job see another time from then on, but not the machine."""
-    where, _ = _place(phase, chance, 4)
     with _folder() as folder:
         clock, library = folder / "clock", folder / "clock.so"
         clock.write_bytes(bytes(8))
         source = Path(__file__).with_name("clock.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source)], check=True)
-        jump = ("--fault", "clock", "--clock", clock, "--jump", chance.choice((3600, -3600)))
+        jump = ("--clock", clock, "--jump", chance.choice((3600, -3600)))
         extra = {"LD_PRELOAD": str(library), "FAULT_CLOCK": str(clock)}
-        return _judge_going_on(_run(_hvpipe_run(4, folder, *jump, *where), extra=extra), folder, 4)
+        return _goes_on("clock", phase, chance, *jump, extra=extra)
 
 
 def _full_disk(phase: str, chance: random.Random) -> Trial:
@@ -308,28 +305,27 @@ def _link(down_s: float | None, phase: str, chance: random.Random) -> Trial:
 
 def _stranger(phase: str, chance: random.Random) -> Trial:
     """As on the other hosts of a job, where anybody can make the folder that HVPIPE_JOB_FOLDER names."""
-    ranks, nobody = 4, 65534
+    nobody = 65534
     with _folder() as folder:
         victim, job = folder / "victim", folder / "hvpipe-run-of-a-stranger"
         victim.write_text("precious")
-        names = ["stop", "aborting", "joined", *(f"flight/rank-{rank}.flight" for rank in range(ranks))]
+        names = ["stop", "aborting", "joined", *(f"flight/rank-{rank}.flight" for rank in range(_RANKS))]
         for path in (job / name for name in names):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.symlink_to(victim)
         laid = sorted(job.rglob("*"))
         for path in (job, *laid):
             os.lchown(path, nobody, nobody)
-        where, _ = _place(phase, chance, ranks)
-        command = _hvpipe_run(ranks, folder, "--fault", "mark", *where, "--job-folder", job)
+        place = ("--phase", phase, "--victim", chance.randrange(_RANKS), "--at", chance.randrange(1, 10))
+        command = _hvpipe_run(_RANKS, folder, "--fault", "mark", *place, "--job-folder", job)
         flight = command.index("--flight-recorder")
         del command[flight : flight + 2]  # it would be used instead of the job folder
-        trial = _judge_going_on(_run(command), folder, ranks, f"{job} belongs to nobody (user {nobody})")
-        problem = _problem(
-            (bool(trial.problem), trial.problem),
+        trial = _judge_going_on(_run(command), folder, _RANKS, f"{job} belongs to nobody (user {nobody})")
+        other = _problem(
             (victim.read_text() != "precious", "the victim's file was written"),
             (sorted(job.rglob("*")) != laid, "the stranger's folder was written"),
         )
-        return Trial(problem, trial.after_s, trial.output)
+        return replace(trial, problem=trial.problem or other)
 
 
 def _silent(phase: str, chance: random.Random) -> Trial:
@@ -349,8 +345,8 @@ def _silent(phase: str, chance: random.Random) -> Trial:
                 (folder / "broken").write_text(repr(time.time()))
 
         over_tcp = {"HVPIPE_BACKEND": "tcp", "HVPIPE_PORTS": f"{first}-{first + 15}"}
-        ended = _run(_hvpipe_run(4, folder, "--late", chance.randrange(4)), during, over_tcp)
-        return _judge_going_on(ended, folder, 4)
+        ended = _run(_hvpipe_run(_RANKS, folder, "--late", chance.randrange(_RANKS)), during, over_tcp)
+        return _judge_going_on(ended, folder, _RANKS)
 
 
 def _whole_job(phase: str, chance: random.Random) -> Trial:
@@ -366,15 +362,15 @@ def _whole_job(phase: str, chance: random.Random) -> Trial:
         marks = ("--fault", "mark", "--phase", "checkpoint", "--pause", 0.02)
         killed = _run(_hvpipe_run(2, folder, *marks), during)
         if killed.code == 0:
-            return Trial("nothing was killed", 0.0, killed.output)
+            return Trial("nothing was killed", output=killed.output)
         again = _run(_hvpipe_run(2, folder))
         unreadable = list((folder / "checkpoints").glob("*.damaged"))
         if unreadable:
-            return Trial(f"{len(unreadable)} checkpoints cannot be read", 0.0, again.output)
+            return Trial(f"{len(unreadable)} checkpoints cannot be read", output=again.output)
         return _judge_going_on(again, folder, 2)
 
 
 def _lost(overlap: str, chance: random.Random) -> Trial:
     from bench.faults import elastic  # imports TensorFlow
 
-    return elastic.run_trial(4, overlap, chance)
+    return elastic.run_trial(_RANKS, overlap, chance)

@@ -30,7 +30,7 @@ def run_trial(ranks: int, overlap: str, chance: random.Random) -> Trial:
         ended = run_to_end(line, {"TF_CPP_MIN_LOG_LEVEL": "3"}, _LIMIT_S)
         if ended.code != 0:
             problem = "it hung" if ended.code is None else f"it ended with {ended.code}"
-            return Trial(problem, 0.0, f"{overlap} {kill}\n{ended.output}")
+            return Trial(problem, output=f"{overlap} {kill}\n{ended.output}")
         return replace(judge(Path(name), ranks), output=f"{overlap} {kill}")
 
 
@@ -42,18 +42,18 @@ def judge(folder: Path, ranks: int) -> Trial:
     told = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     changes = [(step, size) for step, size, _ in told[0]["changes"]]
     if not changes:  # killed after its last step, or not at all
-        return Trial("" if len(told) < ranks else "nothing was broken", 0.0, "")
+        return Trial("" if len(told) < ranks else "nothing was broken")
     if len(told) != changes[-1][1]:
-        return Trial(f"{len(told)} ranks ended, {changes[-1][1]} should have", 0.0, "")
+        return Trial(f"{len(told)} ranks ended, {changes[-1][1]} should have")
     wanted = job.reference(changes, told[0]["epoch_ends"], ranks)
     for path in folder.glob("rank-*.npz"):
         apart = max(float(np.abs(a - b).max()) for a, b in zip(np.load(path).values(), wanted, strict=True))
         if apart > _TOLERANCE:
-            return Trial(f"weights differ by {apart:g} from those of one process: {changes}", 0.0, "")
+            return Trial(f"weights differ by {apart:g} from those of one process: {changes}")
     killed_s = min(float(path.read_text()) for path in folder.glob("killed-*"))
     ends_s = told[0]["ends_s"]
     later_s = [end_s for end_s in ends_s if end_s > killed_s]
     if not later_s:  # no step was left
-        return Trial("", 0.0, "")
+        return Trial("")
     usual_s = statistics.median(np.diff(ends_s))
     return Trial("", max(0.0, float(max(np.diff([killed_s, *later_s[:3]]))) - usual_s), "")

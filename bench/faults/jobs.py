@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +15,15 @@ from bench.launch.processes import started
 
 @dataclass(frozen=True)
 class Trial:
-    """What happened.
+    """What happened. `problem` is "" if it is what must happen; `output` is what the job printed.
 
-    Attributes:
-        problem: "" if it is what must happen.
-        after_s: From the fault, or from the deadline that it ran into, to the end of the job. If it goes on:
-            the time lost, 0 if that is not measured.
-        output: What the job printed.
+    `after_s` is from the fault, or from the deadline that it ran into, to the end of the job. If the job goes
+    on, it is the time lost, 0 if that is not measured.
     """
 
     problem: str
-    after_s: float
-    output: str
+    after_s: float = 0.0
+    output: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,18 +39,15 @@ def run_to_end(
     command: Sequence[str],
     environ: Mapping[str, str],
     limit_s: float,
-    during: Callable[[subprocess.Popen[Any]], None] | None = None,
+    during: Callable[[subprocess.Popen[Any]], None] = lambda process: None,
 ) -> Ended:
     """Run a job, with `during` beside it, until it ends or hangs. None of its processes is left."""
+    code: int | None = None
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        with started(command, environ, **pipes) as process:
-            if during is not None:
-                during(process)
-            try:
-                code: int | None = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
+        with started(command, environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process:
+            during(process)
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
             ended_s = time.time()
         output.seek(0)
         return Ended(code, output.read(), ended_s)

@@ -1,4 +1,4 @@
-"""The figures of an evaluation, from its rounds alone: steps and their noise, efficiency, the bound.
+"""The figures of an evaluation, from its rounds alone: steps and their noise, efficiency, bounds; cautions.
 
 A step is the median of the slowest rank over the timed steps, without the first of each round. Its noise is
 the standard error of that median.
@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
+from bench.evaluation.suite import LOOPBACK
 from bench.metrics import communication_bound_s, relative_spread
 from bench.rounds.record import ALONE, Case, Round
 from bench.systems import SYSTEMS
 
 BESIDE_TCP = "single-beside-tcp"
+_OTHER_CORES = 0.5  # beside a round, from which on it is disturbed
 
 
 @dataclass(frozen=True)
@@ -211,3 +213,37 @@ def _links_s(outcome: EvaluationOutcome, group: str, cluster: ClusterFacts) -> f
     if rate is None or gradient_bytes == 0:
         return None
     return communication_bound_s(gradient_bytes, cluster.hosts, rate)
+
+
+def cautions(outcome: EvaluationOutcome) -> Iterator[str]:
+    """Yield what a reader must know before the figures, a sentence for each."""
+    yield from outcome.setting.notes
+    if beside := disturbed(outcome):
+        yield f"Other work took half a core or more beside: {'; '.join(beside)}."
+    groups = outcome.setting.plan.get("groups", [])
+    planned = sum(
+        1 if name in of.get("once", ()) else of["rounds"] for of in groups for name in of["systems"]
+    )
+    if (measured := sum(each.ok for each in outcome.rounds)) < planned:
+        yield (
+            f"{measured} of {planned} planned rounds have figures. Others failed, were skipped or are to run."
+        )
+    if failed := sorted(failed_cases(outcome)):
+        yield f"Failed, so that their comparisons are left out: {', '.join(failed)}."
+
+
+def disturbed(outcome: EvaluationOutcome) -> list[str]:
+    """Return the rounds beside which other work took half a core of this machine or more, on the average.
+
+    Known where all ranks were on this machine: their own CPU time is left out.
+    """
+    groups = outcome.setting.plan.get("groups", [])
+    here = {each["cluster"] for each in groups if each["spec"] is not None or each["cluster"] == LOOPBACK}
+    found = []
+    for each in outcome.rounds:
+        if not each.ok or each.case.cluster not in here or each.ranks[0].host_share is None:
+            continue
+        busy = each.ranks[0].host_share * outcome.setting.machine.cores
+        if busy - sum(rank.cpu_share for rank in each.ranks) >= _OTHER_CORES:
+            found.append(f"{each.case.key}, round {each.number + 1}")
+    return found

@@ -9,13 +9,13 @@ from pathlib import Path
 from bench.errors import BenchError
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
-from bench.report.cautions import cautions
 from bench.report.comparisons import HEADER, comparisons
 from bench.report.figures import (
     ALONE,
     CaseFigures,
     all_figures,
     by_group,
+    cautions,
     computes_alone,
     fastest,
     is_exact,

@@ -9,9 +9,8 @@ from statistics import geometric_mean, median
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, table
-from bench.report.cautions import cautions
 from bench.report.comparisons import HEADER, OURS, comparisons
-from bench.report.figures import CaseFigures, all_figures, by_group, failed_cases, not_measured
+from bench.report.figures import CaseFigures, all_figures, by_group, cautions, failed_cases, not_measured
 from bench.report.learning import learning
 
 _SHOWN_AS_JSON = ("step_s", "cpu_s", "noise", "samples_per_s", "efficiency", "over_bound")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.cluster.spec import cluster_spec, cores_of_rank, named_cluster, read_spec
-from bench.evaluation.read_suite import read_suite, suite_names
-from bench.evaluation.suite import Group
+from bench.evaluation.suite import Group, read_suite, suite_names
 from bench.rounds.record import Task
 from bench.systems import SYSTEMS as ALL_SYSTEMS
 from hvpipe.errors import HvpipeError

@@ -12,9 +12,8 @@ from bench.errors import BenchError
 from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.evaluation.suite import Group, Suite
 from bench.hosts.links import LinkFacts
-from bench.report.cautions import cautions
 from bench.report.comparisons import Comparisons, comparisons
-from bench.report.figures import all_figures, not_measured
+from bench.report.figures import all_figures, cautions, not_measured
 from bench.report.readme import BEGIN, END, comparison, rewrite
 from bench.report.text import to_json, to_text
 from bench.rounds.record import Round, Task

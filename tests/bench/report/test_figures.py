@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.hosts.links import LinkFacts
-from bench.report.cautions import disturbed
 from bench.report.comparisons import NATIVE, Comparison, Comparisons, compare_in_groups
-from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pays, steps_noise
+from bench.report.figures import CaseFigures, all_figures, by_group, disturbed, fastest, pays, steps_noise
 from bench.report.text import to_text
 from bench.rounds.record import Round, Task
 from bench.systems import SYSTEMS

@@ -10,7 +10,7 @@ import pytest
 from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.rounds.watch import cpu_s
-from bench.systems.ring_stream import ring_stream
+from bench.systems.single import ring_stream
 
 
 def _job(folder: Path, rank: int, size: int) -> RankJob:
