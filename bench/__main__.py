@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench import ROOT, tune
-from bench.command import status_of
+from bench.command import add_hosts, status_of
 from bench.errors import BenchError
 from bench.evaluation.host_selection import HostSelection, chosen_hosts, this_host, virtual_clusters
 from bench.evaluation.outcome import EvaluationOutcome
@@ -52,12 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
     run.add_argument("--rounds", type=int, metavar="N", help="at most N rounds of each system")
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
-    _add_where(run)
     run.add_argument("--retry-failed", action="store_true", help="run again the cases that failed in DIR")
     prints = run.add_mutually_exclusive_group()
     prints.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
-    prints.add_argument("--json", action="store_true", help="print the figures as JSON")
-    run.set_defaults(act=_run)
     step = commands.add_parser("step", help="measure the step of one task by several systems, in turn")
     step.add_argument(
         "--systems",
@@ -66,44 +63,29 @@ def make_parser() -> argparse.ArgumentParser:
         help="as in single,hvpipe-step (default: %(default)s)",
     )
     step.add_argument("--out", type=Path, metavar="DIR", help="also keep the results there")
-    step.set_defaults(act=_step)
+    add_task_arguments(step)
     tune_ = commands.add_parser("tune", help="find the best settings of a tuned system")
     tune_.add_argument("--system", choices=list(tune.VALUES), required=True)
     tune_.add_argument("--keep", action="store_true", help="let the system run with the fastest from now on")
-    tune_.set_defaults(act=_tune)
-    for each in (step, tune_):
-        add_task_arguments(each)
-        _add_where(each)
-        each.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_task_arguments(tune_)
+    for each in (run, step, tune_):
+        add_hosts(each)
+        each.add_argument("--threads", type=int, help="threads of an operation (default: cores / ranks)")
+        each.add_argument(
+            "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
+        )
     report = commands.add_parser("report", help="print the figures of a folder")
-    report.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
-    report.add_argument("--json", action="store_true", help="print the figures as JSON")
-    report.set_defaults(act=_report)
     advise = commands.add_parser("advise", help="say which mode to use, and what each would gain at best")
-    advise.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
-    advise.add_argument("--json", action="store_true", help="as JSON")
-    advise.set_defaults(act=_advise)
     readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
-    readme.add_argument("results", type=Path, metavar="DIR", help="results.jsonl, or its folder")
-    readme.add_argument(
-        "--file", type=Path, default=ROOT / "bench" / "README.md", metavar="FILE", help="another file"
-    )
-    readme.set_defaults(act=_readme)
+    readme.add_argument("--file", type=Path, default=ROOT / "bench" / "README.md", help="another file")
+    for each in (report, advise, readme):
+        each.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
+    for one in (prints, step, tune_, report, advise):
+        one.add_argument("--json", action="store_true", help="print the figures as JSON")
+    acts = {run: _run, step: _step, tune_: _tune, report: _report, advise: _advise, readme: _readme}
+    for each, act in acts.items():
+        each.set_defaults(act=act)
     return parser
-
-
-def _add_where(parser: argparse.ArgumentParser) -> None:
-    """Add on which hosts to train, and under which Python."""
-    parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
-    parser.add_argument(
-        "--cluster", metavar="NAME", help="one virtual cluster for all: 2x1.5gbit, slow-cpu, or a TOML file"
-    )
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads of an operation (default: cores / ranks)"
-    )
-    parser.add_argument(
-        "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
-    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -240,7 +222,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    print(f"{options.file}: {rewrite(options.file, EvaluationOutcome.read(options.results))}")
+    print(f"{options.file}: {rewrite(options.file, EvaluationOutcome.read(options.folder))}")
     return 0
 
 

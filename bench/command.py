@@ -13,11 +13,11 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add on which hosts to measure: those of rank_benchmark.hosts_of."""
     parser.add_argument("--cluster", help="a virtual cluster: 2x1.5gbit, slow-cpu, or a TOML file")
     parser.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2")
-    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
 
 
 def add_sizes(parser: argparse.ArgumentParser, smallest: str, largest: str) -> None:
-    """Add the buffers of an all-reduce: arguments of metrics.sizes."""
+    """Add on how many ranks to measure an all-reduce, and of which buffers: arguments of metrics.sizes."""
+    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
     parser.add_argument("--min", default=smallest, help="smallest buffer (default: %(default)s)")
     parser.add_argument("--max", default=largest, help="largest buffer (default: %(default)s)")
 
