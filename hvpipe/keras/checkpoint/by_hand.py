@@ -34,13 +34,7 @@ _ARRAYS = re.compile(r"\.?([0-9a-f]{6})-\d+\.npz(\.\d+\.partial)?")
 def save_checkpoint(
     session: Session, folder: str | os.PathLike[str], model: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Write the state of all ranks; collective.
-
-    Args:
-        session: The session.
-        folder: A folder that all ranks see.
-        model: What a model must have to load it.
-        values: What this rank writes, by name.
+    """Write `values`, each rank its own, of a `model` that `describe` has described; collective.
 
     Raises:
         HvpipeError: Writing failed. Raised on all ranks; the old checkpoint is still there.
@@ -69,16 +63,7 @@ def save_checkpoint(
 def load_checkpoint(
     session: Session, folder: str | os.PathLike[str], state: RankState, optimizer: Any
 ) -> bool:
-    """Read this rank's part of a checkpoint; collective.
-
-    Args:
-        session: The session.
-        folder: A folder that all ranks see.
-        state: This rank's state, whose variables get the values.
-        optimizer: This rank's optimizer; None before `compile`.
-
-    Returns:
-        Whether the optimizer's state was read.
+    """Set this rank's variables, and return whether the optimizer's are among them; collective.
 
     Raises:
         HvpipeError: The checkpoint is incomplete, or of another model or optimizer. Raised on all ranks,
