@@ -11,20 +11,31 @@
 namespace hvpipe {
 
 SharedMemoryReduce::SharedMemoryReduce(SharedWindow& window, Counters& counters, OperationTag tag,
-                                       const void* in, void* out, std::size_t count, DType dtype,
-                                       double scale, Result result)
+                                       const void* in, void* out, std::size_t count, DType dtype, Sum sum,
+                                       Result result)
     : shared_(window),
       counters_(counters),
       tag_(std::move(tag)),
       in_(static_cast<const char*>(in)),
       out_(static_cast<char*>(out)),
       count_(count),
-      dtype_(dtype),
-      scale_(scale),
+      element_(SizeOf(dtype)),
+      sum_(std::move(sum)),
       result_(result) {
-  per_chunk_ = window.slot_bytes() / SizeOf(dtype);
+  per_chunk_ = window.slot_bytes() / element_;
   chunks_ = std::max<std::uint64_t>(1, (count + per_chunk_ - 1) / per_chunk_);
 }
+
+SharedMemoryReduce::SharedMemoryReduce(SharedWindow& window, Counters& counters, OperationTag tag,
+                                       const void* in, void* out, std::size_t count, DType dtype,
+                                       double scale, Result result)
+    : SharedMemoryReduce(
+          window, counters, std::move(tag), in, out, count, dtype,
+          [dtype, scale](void* target, const void* const* parts, std::size_t ranks, std::size_t elements) {
+            SumInto(target, parts, ranks, dtype, elements);
+            Scale(target, dtype, elements, scale);
+          },
+          result) {}
 
 // The position is known only now, because the operations before this one have ended.
 void SharedMemoryReduce::Begin() {
@@ -35,7 +46,7 @@ void SharedMemoryReduce::Begin() {
 
 bool SharedMemoryReduce::SumsWhole() const {
   const std::size_t small_bytes = shared_.size() == 2 ? 128u << 10 : 16u << 10;
-  return count_ * SizeOf(dtype_) <= small_bytes;
+  return count_ * element_ <= small_bytes;
 }
 
 Range SharedMemoryReduce::Slice(std::size_t count, int owner) const {
@@ -75,16 +86,15 @@ bool SharedMemoryReduce::Write() {
     const std::uint64_t at = base_ + written_;
     if (at >= shared_.slots() && !shared_.AllRead(at - shared_.slots() + 1)) break;
     const Range chunk = Chunk(written_);
-    const std::size_t element = SizeOf(dtype_);
-    WriteHeader(at, chunk.count * element);
+    WriteHeader(at, chunk.count * element_);
     // No other rank reads the slice that this rank sums itself, so it is not copied.
     const Range own = SumsWhole() ? Range{chunk.count, 0} : Slice(chunk.count, shared_.rank());
     const std::size_t after = own.first + own.count;
     char* slot = shared_.slot(shared_.rank(), at);
-    const char* source = in_ + chunk.first * element;
-    CopyToPeers(slot, source, own.first * element);
-    CopyToPeers(slot + after * element, source + after * element, (chunk.count - after) * element);
-    counters_.shared_memory_bytes += chunk.count * element;
+    const char* source = in_ + chunk.first * element_;
+    CopyToPeers(slot, source, own.first * element_);
+    CopyToPeers(slot + after * element_, source + after * element_, (chunk.count - after) * element_);
+    counters_.shared_memory_bytes += chunk.count * element_;
     ++written_;
     shared_.written(shared_.rank()).store(base_ + written_, std::memory_order_release);
     moved = true;
@@ -105,11 +115,10 @@ void SharedMemoryReduce::SumChunk(void* target, std::uint64_t chunk, Range range
   const void* sources[kMostRanksOfHost];
   const auto ranks = static_cast<std::size_t>(shared_.size());
   for (std::size_t peer = 0; peer < ranks; ++peer) {
-    sources[peer] = shared_.slot(static_cast<int>(peer), chunk) + range.first * SizeOf(dtype_);
+    sources[peer] = shared_.slot(static_cast<int>(peer), chunk) + range.first * element_;
   }
   sources[static_cast<std::size_t>(shared_.rank())] = own;
-  SumInto(target, sources, ranks, dtype_, range.count);
-  Scale(target, dtype_, range.count, scale_);
+  sum_(target, sources, ranks, range.count);
 }
 
 bool SharedMemoryReduce::Reduce() {
@@ -124,12 +133,11 @@ bool SharedMemoryReduce::Reduce() {
     if (reduced_ == 0) CheckSameOperation(at);
     const Range chunk = Chunk(reduced_);
     const Range slice = Slice(chunk.count, shared_.rank());
-    const std::size_t element = SizeOf(dtype_);
-    const std::size_t place = (chunk.first + slice.first) * element;
-    char* shared = shared_.slot(shared_.rank(), at) + slice.first * element;
+    const std::size_t place = (chunk.first + slice.first) * element_;
+    char* shared = shared_.slot(shared_.rank(), at) + slice.first * element_;
     if (WantsResult()) {
       SumChunk(out_ + place, at, slice, in_ + place);
-      CopyToPeers(shared, out_ + place, slice.count * element);
+      CopyToPeers(shared, out_ + place, slice.count * element_);
     } else {
       SumChunk(shared, at, slice, in_ + place);
     }
@@ -141,7 +149,6 @@ bool SharedMemoryReduce::Reduce() {
 }
 
 bool SharedMemoryReduce::Read() {
-  const std::size_t element = SizeOf(dtype_);
   bool moved = false;
   while (read_ < reduced_) {
     const std::uint64_t at = base_ + read_;
@@ -150,7 +157,7 @@ bool SharedMemoryReduce::Read() {
       if (!shared_.AllWritten(at + 1)) break;
       if (read_ == 0) CheckSameOperation(at);
       if (WantsResult()) {
-        SumChunk(out_ + chunk.first * element, at, {0, chunk.count}, shared_.slot(shared_.rank(), at));
+        SumChunk(out_ + chunk.first * element_, at, {0, chunk.count}, shared_.slot(shared_.rank(), at));
       }
       // The sliced form counts reduced chunks, so this form counts them as well: operations may alternate
       // between both.
@@ -160,8 +167,8 @@ bool SharedMemoryReduce::Read() {
       for (int owner = 0; WantsResult() && owner < shared_.size(); ++owner) {
         if (owner == shared_.rank()) continue;  // already in `out`
         const Range slice = Slice(chunk.count, owner);
-        Copy(out_ + (chunk.first + slice.first) * element, shared_.slot(owner, at) + slice.first * element,
-             slice.count * element);
+        Copy(out_ + (chunk.first + slice.first) * element_, shared_.slot(owner, at) + slice.first * element_,
+             slice.count * element_);
       }
     }
     ++read_;

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "base/dtype.h"
@@ -19,7 +20,14 @@ namespace hvpipe {
 class SharedMemoryReduce : public Collective {
  public:
   enum class Result { kAll, kLeader };
+  // target[i] = the sum of parts[0][i], parts[1][i], ... of `ranks` ranks, for `count` elements. `target` may
+  // be one of the parts if `in` is `out`.
+  using Sum =
+      std::function<void(void* target, const void* const* parts, std::size_t ranks, std::size_t count)>;
 
+  SharedMemoryReduce(SharedWindow& window, Counters& counters, OperationTag tag, const void* in, void* out,
+                     std::size_t count, DType dtype, Sum sum, Result result);
+  // `sum` of this constructor: scale * SumInto.
   SharedMemoryReduce(SharedWindow& window, Counters& counters, OperationTag tag, const void* in, void* out,
                      std::size_t count, DType dtype, double scale, Result result);
 
@@ -46,8 +54,8 @@ class SharedMemoryReduce : public Collective {
   const char* in_;
   char* out_;
   std::size_t count_;
-  DType dtype_;
-  double scale_;
+  std::size_t element_;  // bytes
+  Sum sum_;
   Result result_;
   bool begun_ = false;
   std::size_t per_chunk_ = 0;

@@ -42,8 +42,8 @@ Progress::Options Engine::ProgressOptions() {
   options.timeout_s = network_.options().timeout_s;
   options.first_steps_timeout_s = network_.options().first_steps_timeout_s;
   options.spins = network_.crowded() ? 0 : network_.Spins();
-  options.nap_s = [this](int idle_passes) {
-    return named_calls_.eager() ? 0 : network_.NapS(idle_passes, *messenger_.awaited() > 0);
+  options.nap_s = [this](int idle_passes, double idle_s) {
+    return named_calls_.eager(idle_s) ? 0 : network_.NapS(idle_passes, *messenger_.awaited() > 0);
   };
   options.most_nap_s = [this] { return named_calls_.serve_s(); };
   options.stall_s = network_.options().stall_warn_s;

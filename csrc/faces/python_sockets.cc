@@ -102,8 +102,7 @@ void BindSockets(nb::module_& module) {
       .def("leave_to_parent", &SocketMesh::LeaveToParent)
       .def("close", [](SocketMesh& mesh) { mesh.Close(kCloseS); }, nb::call_guard<nb::gil_scoped_release>());
   module.def("own_process", &OwnProcess);
-  module.def("shared_file_bytes", &SharedFileBytes, nb::arg("slot_bytes"), nb::arg("ranks"),
-             nb::arg("several_hosts"));
+  module.def("shared_file_bytes", &SharedFileBytes, nb::arg("slot_bytes"), nb::arg("ranks"));
 }
 
 }  // namespace hvpipe::python

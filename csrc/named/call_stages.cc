@@ -102,16 +102,18 @@ class ThenCompute : public Collective {
 
 class Stages {
  public:
-  Stages(Operation& operation, std::shared_ptr<AgreedCall> agreed, Network* network)
+  Stages(Operation& operation, std::shared_ptr<AgreedCall> agreed, Network* network, OrderQueue* order)
       : operation_(operation),
         agreed_(std::move(agreed)),
         network_(network),
+        order_(order),
         call_(agreed_->call),
         request_(agreed_->call.request),
         members_(agreed_->members),
         tag_(agreed_->tag) {}
 
   void Allreduce();
+  bool TravelsAlone(const TensorSpec& tensor) const;
   void Allgather();
   void Broadcast();
   void Alltoall();
@@ -129,13 +131,16 @@ class Stages {
                    std::function<void()> compute = nullptr);
   void Gather(const void* mine, char* all, std::vector<std::size_t> bytes,
               std::function<void()> compute = nullptr);
-  void Reduce(char* data, DType type, std::int64_t count);
+  void Reduce(const void* in, void* out, DType type, std::int64_t count);
+  void ReduceInWindow(const void* in, void* out, DType type, std::int64_t count);
+  OperationTag Tag() const { return {Hash(request_.name), static_cast<std::uint64_t>(tag_), request_.name}; }
   void ReduceShares(const char* in, char* out, const std::vector<std::int64_t>& counts, DType type);
   void Adasum(char* data, DType type, std::int64_t count);
 
   Operation& operation_;
   const std::shared_ptr<AgreedCall> agreed_;
   Network* const network_;
+  OrderQueue* const order_;
   Call& call_;
   const Request& request_;
   const Members& members_;
@@ -183,12 +188,31 @@ void Stages::ReduceShares(const char* in, char* out, const std::vector<std::int6
   });
 }
 
-// `data` becomes its reduction over the members. As few bytes travel as in a ring.
-void Stages::Reduce(char* data, DType type, std::int64_t count) {
+// Every number is reduced in the order of places, as in ReduceShares.
+void Stages::ReduceInWindow(const void* in, void* out, DType type, std::int64_t count) {
+  operation_.AddStage(
+      [=, tag = Tag(), kept = agreed_, network = network_](const Operation&) {
+        const auto reduce = [kept = kept.get(), type](void* target, const void* const* parts,
+                                                      std::size_t ranks, std::size_t elements) {
+          const std::vector<const void*> of_ranks(parts, parts + ranks);
+          ReduceParts(kept->call.request, type, of_ranks, target, static_cast<std::int64_t>(elements));
+        };
+        return network->MakeReduce(*kept->members.window, tag, in, out, static_cast<std::size_t>(count), type,
+                                   reduce);
+      },
+      order_);
+}
+
+// `out` becomes the reduction of `in` over the members. As few bytes travel as in a ring.
+void Stages::Reduce(const void* in, void* out, DType type, std::int64_t count) {
   if (count == 0) return;
-  if (size() == 1) return ReduceParts(request_, type, {data}, data, count);
-  if (request_.op == ReduceOp::kAdasum) return Adasum(data, type, count);
+  if (size() == 1) return ReduceParts(request_, type, {in}, out, count);
+  const bool adasum = request_.op == ReduceOp::kAdasum;
+  if (members_.window != nullptr && !adasum) return ReduceInWindow(in, out, type, count);
   const std::size_t bytes = static_cast<std::size_t>(count) * SizeOf(type);
+  CopyBytes(out, in, bytes);
+  auto* const data = static_cast<char*>(out);
+  if (adasum) return Adasum(data, type, count);
   if (bytes <= kOneRoundBytes) {
     const std::shared_ptr<char[]> all(new char[bytes * At(size())]);
     return Gather(data, all.get(), std::vector<std::size_t>(At(size()), bytes),
@@ -226,6 +250,13 @@ void Stages::Adasum(char* data, DType type, std::int64_t count) {
   }
 }
 
+// Whether a tensor of a group is not copied into an array with others.
+bool Stages::TravelsAlone(const TensorSpec& tensor) const {
+  constexpr std::size_t kLargeInWindow = 32'768;
+  const bool large = members_.window != nullptr && tensor.bytes() >= kLargeInWindow;
+  return large || size() == 1 || request_.op == ReduceOp::kAdasum;
+}
+
 // Tensors of one type travel as one array.
 void Stages::Allreduce() {
   std::vector<char*> outputs;
@@ -235,14 +266,16 @@ void Stages::Allreduce() {
   std::iota(left.begin(), left.end(), std::size_t{0});
   while (!left.empty()) {
     const DType type = request_.tensors[left.front()].type;
-    const auto others = std::stable_partition(
-        left.begin(), left.end(), [&](std::size_t i) { return request_.tensors[i].type == type; });
+    const bool alone = TravelsAlone(request_.tensors[left.front()]);
+    const auto others = std::stable_partition(left.begin(), left.end(), [&](std::size_t i) {
+      const TensorSpec& tensor = request_.tensors[i];
+      return tensor.type == type && TravelsAlone(tensor) == alone;
+    });
     const std::vector<std::size_t> group(left.begin(), others);
     left.erase(left.begin(), others);
-    if (group.size() == 1 || size() == 1 || request_.op == ReduceOp::kAdasum) {
+    if (alone || group.size() == 1) {
       for (const std::size_t i : group) {
-        CopyBytes(outputs[i], call_.inputs[i], request_.tensors[i].bytes());
-        Reduce(outputs[i], type, request_.tensors[i].elements());
+        Reduce(call_.inputs[i], outputs[i], type, request_.tensors[i].elements());
       }
       continue;
     }
@@ -254,7 +287,7 @@ void Stages::Allreduce() {
       CopyBytes(at, call_.inputs[i], request_.tensors[i].bytes());
       at += request_.tensors[i].bytes();
     }
-    Reduce(fused.get(), type, count);
+    Reduce(fused.get(), fused.get(), type, count);
     const auto unpack = [fused, group, outputs, &request = request_] {
       const char* from = fused.get();
       for (const std::size_t i : group) {
@@ -292,6 +325,15 @@ void Stages::Broadcast() {
     arrays.emplace_back(output, tensor.bytes());
   }
   if (size() == 1) return;
+  if (members_.window != nullptr) {
+    for (const auto& [data, bytes] : arrays) {
+      operation_.AddStage(
+          [=, tag = Tag(), network = network_, window = members_.window, to = data, length = bytes](
+              const Operation&) { return network->MakeBroadcast(*window, tag, to, length, root); },
+          order_);
+    }
+    return;
+  }
   Add([arrays, root, network = network_, transport = members_.transport, tag = tag_] {
     std::vector<std::unique_ptr<Collective>> each;
     int own_tag = tag;
@@ -340,8 +382,9 @@ int Members::PlaceOf(int rank) const {
   return found == ranks.end() || *found != rank ? -1 : static_cast<int>(found - ranks.begin());
 }
 
-void AddStages(Operation& operation, const std::shared_ptr<AgreedCall>& agreed, Network* network) {
-  Stages stages(operation, agreed, network);
+void AddStages(Operation& operation, const std::shared_ptr<AgreedCall>& agreed, Network* network,
+               OrderQueue* order) {
+  Stages stages(operation, agreed, network, order);
   switch (agreed->call.request.kind) {
     case Kind::kAllreduce:
       return stages.Allreduce();

@@ -16,6 +16,8 @@ struct Members {
   int place = -1;          // this rank's place among them; -1: it is no member
   // Connects the members, and their peers are places. Null if this rank is alone or no member.
   Transport* transport = nullptr;
+  // The same in shared memory. Null unless they are all ranks, on one host.
+  SharedWindow* window = nullptr;
 
   int size() const { return static_cast<int>(ranks.size()); }
   int PlaceOf(int rank) const;
@@ -32,8 +34,9 @@ struct AgreedCall {
 
 // Append the stages that fill the call's outputs. Takes memory for the outputs at once, and may throw. The
 // operation keeps `agreed` alive as long as messages may use its arrays. `network` is null if this rank is
-// alone.
-void AddStages(Operation& operation, const std::shared_ptr<AgreedCall>& agreed, Network* network);
+// alone. Calls use the window in `order`.
+void AddStages(Operation& operation, const std::shared_ptr<AgreedCall>& agreed, Network* network,
+               OrderQueue* order);
 
 // The call of a rank that has joined: the others' all-reduce, to which it adds zeros. The numbers are in
 // `memory`.

@@ -73,7 +73,7 @@ class NamedCalls::Answer : public Collective {
   const std::shared_ptr<const Pending> pending_;
 };
 
-NamedCalls::NamedCalls() : coordinator_(std::in_place, 1, 0.0) { sets_[0] = {{0}, 0, nullptr}; }
+NamedCalls::NamedCalls() : coordinator_(std::in_place, 1, 0.0) { sets_[0] = {{0}, 0, nullptr, nullptr}; }
 
 NamedCalls::NamedCalls(Progress& progress, Network& network, Messenger& messenger)
     : progress_(&progress),
@@ -82,7 +82,7 @@ NamedCalls::NamedCalls(Progress& progress, Network& network, Messenger& messenge
       rank_(network.topology().rank),
       size_(network.topology().size),
       timeout_s_(network.options().timeout_s) {
-  sets_[0] = {UpTo(size_), rank_, size_ > 1 ? &network.named() : nullptr};
+  sets_[0] = {UpTo(size_), rank_, size_ > 1 ? &network.named() : nullptr, network.named_window()};
   if (rank_ == 0) coordinator_.emplace(size_, timeout_s_);
 }
 
@@ -103,6 +103,7 @@ int NamedCalls::SetOf(const std::vector<int>& ranks) const {
 void NamedCalls::Submit(Call call) {
   const Request& request = call.request;
   const Key key{request.set, request.name};
+  bool only = false;
   try {
     call.request.refused = Check(call.request, RanksOf(request.set), rank_);
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -114,6 +115,7 @@ void NamedCalls::Submit(Call call) {
               request.Described() + " named " + request.name + " on rank " + std::to_string(rank_),
           ErrorKind::kUsage);
     }
+    only = in_use_.size() == 1;
   } catch (const Error& error) {
     return call.done(&error, nullptr);
   }
@@ -135,11 +137,10 @@ void NamedCalls::Submit(Call call) {
     return std::make_unique<Answer>(*this, pending);
   });
   try {
-    progress_->Enqueue({operation}, true);
+    progress_->Begin(operation, only ? network_->crowded() ? kOnCallerCrowdedS : kOnCallerS : 0);
   } catch (const Error& error) {
-    return Ended(key, pending->call, &error, nullptr);
+    Ended(key, pending->call, &error, nullptr);
   }
-  progress_->StepOnce();
 }
 
 // Free the name before `done`, which may make the next call of this name.
@@ -167,7 +168,7 @@ void NamedCalls::RunAlone(Call& call) {
     if (!response.error.empty()) throw Error(response.error, response.error_kind);
     if (response.kind == Kind::kRemoveSet) RemoveSet(response.number);
     Operation operation;
-    AddStages(operation, agreed, nullptr);
+    AddStages(operation, agreed, nullptr, nullptr);
     for (Operation::Stage& stage : operation.stages) (void)stage.make(operation)->Step();
   } catch (const std::exception& failure) {
     error = ErrorOf(failure);
@@ -215,6 +216,7 @@ int NamedCalls::AddSet(const std::vector<std::int64_t>& ranks, const Interrupt& 
   members.place = members.PlaceOf(rank_);
   if (members.place >= 0 && members.size() == size_ && size_ > 1) {
     members.transport = &network_->named();
+    members.window = network_->named_window();
   } else if (members.place >= 0 && members.size() > 1) {
     std::optional<int> group;
     {
@@ -333,8 +335,7 @@ void NamedCalls::Tell(std::vector<Coordinator::Outgoing> responses) {
 }
 
 void NamedCalls::Handle(Response response) {
-  const auto of_same_set = [&](const Response& other) { return other.set == response.set; };
-  if (std::any_of(early_.begin(), early_.end(), of_same_set)) {  // answers of a set keep their order
+  if (!early_.empty()) {  // answers keep their order, in which calls take tags and places in the window
     early_.push_back(std::move(response));
     return;
   }
@@ -397,7 +398,8 @@ void NamedCalls::Begin(Operation& operation, const std::shared_ptr<AgreedCall>& 
     if (next > agreed->members.transport->most_tag() - tags) next = 0;
     agreed->tag = std::exchange(next, next + tags);
   }
-  AddStages(operation, agreed, network_);
+  AddStages(operation, agreed, network_, &window_order_);
+  operation.TakePlaces();
   ++exchanging_[set];
   active_s_ = now_s_;
   operation.check = [this, set](Operation&) {

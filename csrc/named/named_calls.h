@@ -1,6 +1,7 @@
 // Collectives that ranks call by name, in any order and from any thread.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -64,8 +65,11 @@ class NamedCalls {
 
   // For Progress. Take messages of other ranks; returns whether any had come.
   bool Serve(double now_s);
-  // Whether to look again at once.
-  bool eager() const { return (awaits() || !exchanging_.empty()) && now_s_ - active_s_ < kEagerS; }
+  // Whether to look again at once, `idle_s` seconds after the last progress of any operation.
+  bool eager(double idle_s) const {
+    const double quiet_s = now_s_ - active_s_;
+    return (awaits() && quiet_s < kEagerS) || (!exchanging_.empty() && std::min(quiet_s, idle_s) < kEagerS);
+  }
   // Rank 0 looks for calls of others this often, in seconds, even if none is under way.
   double serve_s() const {
     if (!coordinator_ || size_ == 1) return std::numeric_limits<double>::infinity();
@@ -80,6 +84,9 @@ class NamedCalls {
   // After something happened, look again at once for this long.
   static constexpr double kEagerS = 200e-6;
   static constexpr double kServeS = 2e-3, kSeldomS = 0.5;
+  // The caller of a call drives it for this long, if no other call is under way. Handing it to the thread and
+  // back takes as long, and longer on a host with more ranks than cores.
+  static constexpr double kOnCallerS = 100e-6, kOnCallerCrowdedS = 2e-3;
 
   bool awaits() const { return !pending_.empty() || (coordinator_ && !coordinator_->idle()); }
   void RunAlone(Call& call);
@@ -115,6 +122,7 @@ class NamedCalls {
   std::map<Key, std::shared_ptr<Pending>> pending_;  // calls of this rank without an answer
   std::deque<Response> early_;                       // for a process set that this rank is still making
   std::map<const Transport*, int> next_tags_;
+  OrderQueue window_order_;
   std::map<int, int> exchanging_;    // calls whose exchanges are under way, by process set
   std::map<int, double> stopped_s_;  // how long the clock of calls has stood still, by process set
   double stopped_all_s_ = 0;         // for all sets

@@ -191,13 +191,25 @@ void ReduceHalves(const Request& request, DType type, const std::vector<const vo
   }
 }
 
+void ScaleSum(const Request& request, DType type, std::size_t parts, void* out, std::int64_t count) {
+  const double by = request.op == ReduceOp::kAverage ? static_cast<double>(parts) : 1;
+  Scale(out, type, static_cast<std::size_t>(count), request.postscale / by);
+}
+
 // In the type itself, a block at a time if numbers must be scaled before.
-void ReducePlain(const Request& request, DType type, const std::vector<const void*>& parts, char* out,
+void ReducePlain(const Request& request, DType type, std::vector<const void*> parts, char* out,
                  std::int64_t count) {
   const bool adds = request.op == ReduceOp::kSum || request.op == ReduceOp::kAverage;
   if (request.prescale == 1 && adds && IsFloating(type)) {
     SumInto(out, parts.data(), parts.size(), type, static_cast<std::size_t>(count));
-  } else if (request.prescale == 1) {
+    return ScaleSum(request, type, parts.size(), out, count);
+  }
+  std::vector<char> kept;  // of the part that `out` is, since the first part goes there
+  if (const auto same = std::find(parts.begin() + 1, parts.end(), out); same != parts.end()) {
+    kept.assign(out, out + static_cast<std::size_t>(count) * SizeOf(type));
+    *same = kept.data();
+  }
+  if (request.prescale == 1) {
     if (out != parts.front()) std::memcpy(out, parts.front(), static_cast<std::size_t>(count) * SizeOf(type));
     for (std::size_t part = 1; part < parts.size(); ++part) Reduce(request.op, type, out, parts[part], count);
   } else {
@@ -213,9 +225,7 @@ void ReducePlain(const Request& request, DType type, const std::vector<const voi
       }
     }
   }
-  if (!IsFloating(type)) return;
-  const double by = request.op == ReduceOp::kAverage ? static_cast<double>(parts.size()) : 1;
-  Scale(out, type, static_cast<std::size_t>(count), request.postscale / by);
+  if (IsFloating(type)) ScaleSum(request, type, parts.size(), out, count);
 }
 
 // Whether a result in the tensor's own type would depend on numbers between that the type cannot hold: a sum

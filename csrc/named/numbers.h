@@ -9,7 +9,7 @@
 namespace hvpipe::named {
 
 // out[i] = the reduction of parts[0][i], parts[1][i], ... of all ranks in this order, with the factors of the
-// request. `out` may be the first of the parts, and no other.
+// request. `out` may be one of the parts.
 //
 // float32 and float64 are scaled before and after a reduction in their own type. Half types are computed in
 // float32 and rounded once. Integers are computed exactly, scaled in float64 and cut off; at the end they

@@ -76,7 +76,7 @@ MpiNetwork::MpiNetwork(const Worlds& worlds, const EngineOptions& options, Count
       return std::make_unique<SharedWindow>(std::move(memory), WindowOptions(options.slot_bytes));
     };
     reduce_window_ = window();
-    if (topology_.hosts > 1) broadcast_window_ = window();
+    (topology_.hosts > 1 ? broadcast_window_ : named_window_) = window();
   }
   HVPIPE_MPI(MPI_Comm_free(&local));
   message_world_ = Duplicate(world_);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "collectives/ring.h"
+#include "collectives/shared_memory_broadcast.h"
 #include "collectives/tags.h"
 
 namespace hvpipe {
@@ -70,6 +71,18 @@ std::unique_ptr<Collective> Network::MakeBroadcast(Transport& ranks, void* data,
   return std::make_unique<ChainBroadcast>(ranks, counters_, data, bytes, root, options_.segment_bytes, tag);
 }
 
+std::unique_ptr<Collective> Network::MakeReduce(SharedWindow& window, OperationTag tag, const void* in,
+                                                void* out, std::size_t count, DType dtype,
+                                                SharedMemoryReduce::Sum sum) {
+  return std::make_unique<SharedMemoryReduce>(window, counters_, std::move(tag), in, out, count, dtype,
+                                              std::move(sum), SharedMemoryReduce::Result::kAll);
+}
+
+std::unique_ptr<Collective> Network::MakeBroadcast(SharedWindow& window, OperationTag tag, void* data,
+                                                   std::size_t bytes, int root) {
+  return std::make_unique<SharedMemoryBroadcast>(window, counters_, std::move(tag), data, bytes, root);
+}
+
 std::unique_ptr<Collective> Network::MakeSend(const void* data, std::size_t bytes,
                                               const MessageOptions& options) {
   return std::make_unique<MessageSend>(*messages_, counters_, data, bytes, options);
@@ -116,7 +129,7 @@ void Network::Free() {
   texts_->Free();
   requests_->Free();
   ForEachGroup([](Transport& group) { group.Free(); });
-  for (const auto* window : {&broadcast_window_, &reduce_window_}) {
+  for (const auto* window : {&named_window_, &broadcast_window_, &reduce_window_}) {
     if (*window) (*window)->Free();
   }
   for (const auto* transport : {&leaders_, &copies_, &named_, &messages_, &ring_}) {

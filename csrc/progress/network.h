@@ -16,6 +16,7 @@
 #include "collectives/gather.h"
 #include "collectives/message.h"
 #include "collectives/send_budget.h"
+#include "collectives/shared_memory_reduce.h"
 #include "progress/engine_options.h"
 #include "transport/shared_window.h"
 #include "transport/text_messages.h"
@@ -75,6 +76,11 @@ class Network {
                                             int tag);
   std::unique_ptr<Collective> MakeExchange(Transport& ranks, const std::vector<SentPart>& sends,
                                            const std::vector<ReceivedPart>& receives, int tag);
+  // In a window of this host's ranks, to all of them.
+  std::unique_ptr<Collective> MakeReduce(SharedWindow& window, OperationTag tag, const void* in, void* out,
+                                         std::size_t count, DType dtype, SharedMemoryReduce::Sum sum);
+  std::unique_ptr<Collective> MakeBroadcast(SharedWindow& window, OperationTag tag, void* data,
+                                            std::size_t bytes, int root);
   // All-gathers and broadcasts of all ranks that call in one order.
   Transport& copies() const { return copies_ ? *copies_ : *ring_; }
 
@@ -96,6 +102,8 @@ class Network {
   // For calls by name: between all ranks, what they tell the coordinator, and the ranks that have ended as
   // far as the network can see that. For the driving thread.
   Transport& named() const { return *named_; }
+  // Connects all ranks. Null unless they share one host and shared memory is used.
+  SharedWindow* named_window() const { return named_window_.get(); }
   TextMessages& requests() const { return *requests_; }
   virtual std::vector<int> Lost() { return {}; }
 
@@ -134,7 +142,7 @@ class Network {
   std::unique_ptr<Transport> ring_, messages_, named_, leaders_;
   std::unique_ptr<Transport> copies_;  // all-gathers and broadcasts; null: by ring_
   std::unique_ptr<TextMessages> texts_, requests_;
-  std::unique_ptr<SharedWindow> reduce_window_, broadcast_window_;
+  std::unique_ptr<SharedWindow> reduce_window_, broadcast_window_, named_window_;
 
  private:
   Counters& counters_;

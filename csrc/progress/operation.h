@@ -43,13 +43,21 @@ class Operation {
     // Called when the stage begins, because its buffers may not exist earlier.
     std::function<std::unique_ptr<Collective>(const Operation&)> make;
     OrderQueue* order = nullptr;  // null: the stage waits for no other operation
+    bool in_order = false;        // the operation has a place in `order` for it
     std::unique_ptr<Collective> collective;
   };
   using MakeCollective = std::function<std::unique_ptr<Collective>(const Operation&)>;
 
   // Append a stage that `make` creates, in turn with the other operations of `order`.
   void AddStage(MakeCollective make, OrderQueue* order = nullptr) {
-    stages.push_back({std::move(make), order, nullptr});
+    stages.push_back({std::move(make), order, false, nullptr});
+  }
+  // Take places in the order of each stage, unless that was done. The driving thread calls it: Progress for
+  // operations as they arrive, and whoever appends stages later.
+  void TakePlaces() {
+    for (Stage& stage : stages) {
+      if (stage.order != nullptr && !std::exchange(stage.in_order, true)) stage.order->push_back(this);
+    }
   }
 
   std::string what;              // description for messages and the trace

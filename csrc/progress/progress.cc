@@ -186,9 +186,7 @@ void Progress::Loop() {
 bool Progress::TakeInbox() {
   const std::lock_guard<std::mutex> lock(inbox_mutex_);
   for (auto& operation : inbox_) {
-    for (Operation::Stage& stage : operation->stages) {
-      if (stage.order != nullptr) stage.order->push_back(operation.get());
-    }
+    operation->TakePlaces();
     const auto later = [](const std::shared_ptr<Operation>& a, const std::shared_ptr<Operation>& b) {
       return a->priority != b->priority ? a->priority < b->priority : a->sequence_ < b->sequence_;
     };
@@ -257,7 +255,8 @@ Progress::PassResult Progress::Pass() {
   result.watches = most_nap_s < std::numeric_limits<double>::infinity();
   result.most_nap_s = std::min(result.most_nap_s, most_nap_s);
   if (!result.moved) {
-    const double nap_s = result.waiting || !result.watches ? options_.nap_s(idle_passes_ + 1) : most_nap_s;
+    const double nap_s =
+        result.waiting || !result.watches ? options_.nap_s(idle_passes_ + 1, now - moved_s_) : most_nap_s;
     result.nap_s = std::min(nap_s, result.most_nap_s);
   }
   idle_passes_ = result.moved || result.nap_s == 0 ? 0 : idle_passes_ + 1;

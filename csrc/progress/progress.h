@@ -36,7 +36,8 @@ class Progress {
     double first_steps_timeout_s = 0;  // until EndFirstSteps, if that is longer
     double stall_s = 0;                // call `stalled` after a wait of this length; 0: never
     // Sleep time in seconds after this many consecutive passes without progress. 0: yield the core instead.
-    std::function<double(int)> nap_s = [](int) { return 50e-6; };
+    // The second number: seconds since the last progress.
+    std::function<double(int, double)> nap_s = [](int, double) { return 50e-6; };
     int spins = 0;  // passes without progress that a caller repeats at once; 0: other ranks need this core
     // Called at the beginning of a pass; returns whether anything has happened.
     std::function<bool(double now_s)> begin_pass = [](double) { return false; };
@@ -62,6 +63,10 @@ class Progress {
   void MakeReady(const std::shared_ptr<Operation>& operation);
   // Let the thread make a pass. From then on it obeys Options::most_nap_s.
   void Wake();
+
+  // Enqueue `operation`, ready, and drive all communication on the calling thread until it is done, for at
+  // most `most_s` seconds; 0: one pass. The thread does the rest. Does nothing here if another thread drives.
+  void Begin(const std::shared_ptr<Operation>& operation, double most_s);
 
   // Enqueue `operation` and drive all communication on the calling thread until it is done. This saves the
   // hand-over to the progress thread. `interrupt` is called some 20 times a second and may throw.

@@ -46,6 +46,31 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const Interrupt&
   Drive(*operation, *outcome, std::unique_lock<std::mutex>(drive_mutex_), interrupt);
 }
 
+void Progress::Begin(const std::shared_ptr<Operation>& operation, double most_s) {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    CheckOpen();
+    operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
+    inbox_.push_back(operation);
+    newly_ready_.push_back(operation);
+    ++inline_drivers_;
+  }
+  bool work_remains = true;
+  if (std::unique_lock<std::mutex> drive(drive_mutex_, std::try_to_lock); drive) {
+    const double until_s = most_s > 0 ? Now() + most_s : 0;
+    while (Pass().waiting && !operation->ended_ && until_s > 0 && Now() < until_s) {
+      if (options_.spins > 0) {
+        Relax();
+      } else {
+        std::this_thread::yield();
+      }
+    }
+    work_remains = !active_.empty() || failing_;
+  }
+  RunFinished();
+  LeaveInline(work_remains);
+}
+
 // Continue a collective of RunBrief as an ordinary operation, because some peer is late. No other operation
 // can precede it, because nobody else drove. Requires drive_mutex_.
 void Progress::Adopt(const std::shared_ptr<Operation>& operation, std::unique_ptr<Collective> collective,
@@ -55,9 +80,8 @@ void Progress::Adopt(const std::shared_ptr<Operation>& operation, std::unique_pt
     CheckOpen();  // the progress thread may have ended since
   }
   active_.push_back(operation);
-  Operation::Stage& stage = operation->stages.front();
-  stage.collective = std::move(collective);
-  if (stage.order != nullptr) stage.order->push_back(operation.get());
+  operation->stages.front().collective = std::move(collective);
+  operation->TakePlaces();
   operation->sequence_ = sequence;
   operation->seen_ready_ = true;
   operation->ready_s_ = operation->moved_s_ = Now();
@@ -131,7 +155,8 @@ void Progress::Drive(const Operation& operation, const Outcome& outcome, std::un
       continue;
     }
     // Asked before others may drive, because they change what the nap depends on.
-    const double nap_s = backoff.Sleeps() ? std::min(options_.nap_s(backoff.naps()), result.most_nap_s) : 0;
+    const double nap_s =
+        backoff.Sleeps() ? std::min(options_.nap_s(backoff.naps(), Now() - moved_s_), result.most_nap_s) : 0;
     if (backoff.Sleeps()) drive.unlock();  // so that another thread may call Fail
     backoff.Wait(nap_s);
     if (!drive.owns_lock()) drive.lock();

@@ -54,9 +54,9 @@ std::vector<int> Leaders(const std::vector<int>& hosts) {
 
 }  // namespace
 
-std::size_t SharedFileBytes(std::size_t slot_bytes, int ranks, bool several_hosts) {
-  const std::size_t windows = several_hosts ? 2 : 1;
-  return windows * static_cast<std::size_t>(ranks) * SharedWindow::Bytes(Network::WindowOptions(slot_bytes));
+std::size_t SharedFileBytes(std::size_t slot_bytes, int ranks) {
+  constexpr std::size_t kWindows = 2;
+  return kWindows * static_cast<std::size_t>(ranks) * SharedWindow::Bytes(Network::WindowOptions(slot_bytes));
 }
 
 // A ring signals before it sends, so its messages need no confirmation, and those of the exchanges answer
@@ -90,7 +90,7 @@ SocketNetwork::SocketNetwork(std::shared_ptr<SocketMesh> mesh, const HostPlan& p
         window);
   };
   reduce_window_ = map(0);
-  if (topology_.hosts > 1) broadcast_window_ = map(1);
+  (topology_.hosts > 1 ? broadcast_window_ : named_window_) = map(1);
 }
 
 // The channel of a group follows from its ranks, because groups may be made in any order. A group that is

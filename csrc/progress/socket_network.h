@@ -20,7 +20,7 @@ struct HostPlan {
 };
 
 // The bytes of the file in which `ranks` ranks of a host have their windows.
-std::size_t SharedFileBytes(std::size_t slot_bytes, int ranks, bool several_hosts);
+std::size_t SharedFileBytes(std::size_t slot_bytes, int ranks);
 
 class SocketNetwork : public Network {
  public:

@@ -79,15 +79,34 @@ def damage(folder: Path, record: FileRecord) -> str | None:
     """
     path = folder / record.name
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes != record.size_bytes:
-            return f"{path} has {size_bytes} bytes instead of {record.size_bytes}"
+        cause = _wrong_size(path, record)
+        if cause is not None:
+            return cause
         found = hashlib.sha256()
         with open_plain(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 found.update(chunk)
-    except FileNotFoundError:
-        return f"{path} is missing"
     except OSError as error:
         raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
     return None if found.hexdigest() == record.sha256 else f"{path} has another SHA-256 than when written"
+
+
+def check_seen(folder: Path, *records: FileRecord) -> None:
+    """Raise HvpipeError unless this rank sees files that ranks have written, in their full size."""
+    for record in records:
+        cause = _wrong_size(folder / record.name, record)
+        if cause is not None:
+            raise HvpipeError(
+                "Every rank should see all files of a checkpoint, in a folder that the hosts share. "
+                f"Received: {cause}"
+            )
+
+
+def _wrong_size(path: Path, record: FileRecord) -> str | None:
+    try:
+        size_bytes = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    if size_bytes == record.size_bytes:
+        return None
+    return f"{path} has {size_bytes} bytes instead of {record.size_bytes}"

@@ -144,8 +144,13 @@ def damaged(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{_DAMAGED}"))
 
 
+def of_a_fit(folder: Path) -> bool:
+    """Tell whether a folder has checkpoints of a `fit`, or is one of them."""
+    return bool(_all(folder)) or (folder / "rank-0.json").exists()
+
+
 def check_folder(folder: Path) -> None:
-    """Make the folder if it does not exist. Raises HvpipeError if it cannot be written.
+    """Make the folder if it does not exist. Raises HvpipeError if it cannot be written, or is a checkpoint.
 
     Warn if users beside this one and root can write there: a checkpoint of theirs would be resumed.
     """
@@ -159,6 +164,11 @@ def check_folder(folder: Path) -> None:
         raise HvpipeError(
             f"Checkpoint needs a folder that can be written. Received: {str(folder)!r}: {error.strerror}"
         ) from error
+    if (folder / MANIFEST).exists():
+        raise HvpipeError(
+            "Checkpoint needs a folder for several checkpoints. "
+            f"Received: {str(folder)!r}, which is one itself: it has a {MANIFEST}"
+        )
     if found.st_uid not in mine or found.st_mode & stat.S_IWOTH:
         logger.warning(
             "hvpipe: other users can change the checkpoints in %s, which belongs to %s: %s.",

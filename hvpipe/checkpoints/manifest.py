@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.own_folder import read_plain
 
 MANIFEST = "manifest.json"
-FORMAT, VERSION = "hvpipe-training-checkpoint", 1
+FORMAT, VERSION = "hvpipe-checkpoint", 1
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Manifest:
     """A complete checkpoint.
 
     Attributes:
-        run: Names the start of the job that wrote it.
+        run: Names the start of the job that wrote it, or the save by hand.
         kind: How the model was trained: "data_parallel" or "pipeline".
-        position: How far training was.
+        position: How far training was; zeros if it was saved by hand.
         model: What must fit the model that resumes: a description of each variable, and of the optimizer.
         parts: What each rank wrote, by rank.
     """
@@ -142,11 +142,6 @@ def read_part(table: Table) -> RankPart:
         epoch_samples=table.integer("epoch_samples"),
         notes=table.table("notes").as_dict(),
     )
-
-
-def part_of(parts: Sequence[RankPart], name: str) -> RankPart | None:
-    """Return the first part that has an array of this name."""
-    return next((part for part in parts if name in part.names), None)
 
 
 def _digest(document: Mapping[str, Any]) -> str:

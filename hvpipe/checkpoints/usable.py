@@ -51,7 +51,13 @@ def newest_usable(folder: Path, ranks: RankExchange) -> tuple[Path, Manifest] | 
         if name is None:
             break
         place = folder / name
-        manifest, own, unreadable = _checked(place, ranks)
+        manifest = own = unreadable = None
+        try:
+            manifest = checked_manifest(place, ranks.rank, ranks.size)
+        except UnreadableError as error:
+            unreadable = str(error)
+        except HvpipeError as error:
+            own = str(error)
         for rank, cause in enumerate(ranks.gather(unreadable)):
             if cause is not None:
                 raise HvpipeError(
@@ -93,18 +99,18 @@ def newest_usable(folder: Path, ranks: RankExchange) -> tuple[Path, Manifest] | 
     return None
 
 
-def _checked(place: Path, ranks: RankExchange) -> tuple[Manifest | None, str | None, str | None]:
-    """Return the manifest, and what is damaged or unreadable in it and in this rank's share of the files."""
-    try:
-        manifest = read_manifest(place)
-        if not manifest.parts:
-            return None, f"{place} names no files", None
-        for part in manifest.parts[ranks.rank :: ranks.size]:
-            cause = damage(place, part.file)
-            if cause is not None:
-                return None, cause, None
-    except UnreadableError as error:
-        return None, None, str(error)
-    except HvpipeError as error:
-        return None, str(error), None
-    return manifest, None, None
+def checked_manifest(place: Path, rank: int, size: int) -> Manifest:
+    """Read the manifest of a checkpoint, and check this rank's share of its files.
+
+    Raises:
+        UnreadableError: They may be unchanged, but cannot be read.
+        HvpipeError: They are damaged.
+    """
+    manifest = read_manifest(place)
+    if not manifest.parts:
+        raise HvpipeError(f"{place} names no files")
+    for part in manifest.parts[rank::size]:
+        cause = damage(place, part.file)
+        if cause is not None:
+            raise HvpipeError(cause)
+    return manifest

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hvpipe.world.world import World
 
 FOLDER = "/dev/shm"  # where MPI allocates windows of shared memory
+_WINDOWS = 2  # for sums, and for broadcasts or calls by name (csrc/progress/network.h)
 _SLOTS = 4  # of a rank in a window (csrc/progress/network.h)
 _HEAD_BYTES = 8192  # at most, of a rank in a window (csrc/transport/shared_window.cc)
 
@@ -56,8 +57,7 @@ def fits_on_all_hosts(world: World, settings: Settings) -> bool:
 
 def host_memory(world: World, settings: Settings, folder: str = FOLDER) -> HostMemory:
     """Return what this host's ranks need and what is free. Call it before any rank allocates."""
-    several_hosts = settings.ranks_per_host > 0 or world.local_size < world.size
-    windows = 0 if world.local_size == 1 else 2 if several_hosts else 1
+    windows = 0 if world.local_size == 1 else _WINDOWS
     needed_bytes = world.local_size * windows * (_SLOTS * settings.slot_bytes + _HEAD_BYTES)
     try:
         found = os.statvfs(folder)
@@ -85,8 +85,8 @@ def shared_file(world: World, settings: Settings, hosts: list[int]) -> Iterator[
     path, why = "", ""
     if first == world.rank:
         try:
-            ranks, several_hosts = hosts.count(hosts[first]), len(set(hosts)) > 1
-            path = _make_file(import_native().shared_file_bytes(settings.slot_bytes, ranks, several_hosts))
+            ranks = hosts.count(hosts[first])
+            path = _make_file(import_native().shared_file_bytes(settings.slot_bytes, ranks))
         except OSError as error:
             why = f"{world.host}: {error}"
     try:

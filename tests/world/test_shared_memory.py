@@ -23,11 +23,10 @@ class FourRanks(SingleWorld):
     local_size = 4
 
 
-def test_needed_bytes_grow_with_ranks_windows_and_slots() -> None:
-    usual, hosts = Settings(slot_bytes=MB), Settings(slot_bytes=MB, ranks_per_host=2)
+def test_needed_bytes_grow_with_ranks_and_slots() -> None:
+    usual = Settings(slot_bytes=MB)
     assert host_memory(SingleWorld(), usual).needed_bytes == 0
-    assert host_memory(FourRanks(), usual).needed_bytes == 4 * (4 * MB + 8192)
-    assert host_memory(FourRanks(), hosts).needed_bytes == 2 * 4 * (4 * MB + 8192)
+    assert host_memory(FourRanks(), usual).needed_bytes == 2 * 4 * (4 * MB + 8192)
 
 
 def test_a_missing_folder_is_not_short(tmp_path: Path) -> None:

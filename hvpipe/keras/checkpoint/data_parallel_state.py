@@ -33,7 +33,14 @@ from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest, RankPart
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.data_position import epochs_read, has_metrics
-from hvpipe.keras.checkpoint.model_check import as_variable, check_kind, check_variables, described, of_type
+from hvpipe.keras.checkpoint.model_check import (
+    as_variable,
+    check_kind,
+    check_optimizer,
+    check_variables,
+    described,
+    of_type,
+)
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.compat import layers_in, unlisted_variables
@@ -198,13 +205,7 @@ class DataParallelState:
     def read(self, place: Path, manifest: Manifest) -> RestoredDataParallel:
         """Read this rank's values. Raises HvpipeError if they are of another training."""
         check_kind(manifest, self.kind)
-        optimizer = manifest.model["optimizer"]
-        if optimizer != type(self.model.optimizer).__name__:
-            raise HvpipeError(
-                "A checkpoint should be of the same model and optimizer; for another optimizer use another "
-                f"folder. Received: {type(self.model.optimizer).__name__} here and {optimizer} in the "
-                "checkpoint"
-            )
+        check_optimizer(manifest, self.model.optimizer)
         rank, size = self.session.world.rank, self.session.world.size
         shared: dict[str, Any] = {}
         if rank == 0:

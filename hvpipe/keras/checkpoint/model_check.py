@@ -36,6 +36,16 @@ def check_kind(manifest: Manifest, kind: str) -> None:
         )
 
 
+def check_optimizer(manifest: Manifest, optimizer: Any) -> None:
+    """Raise HvpipeError if the model was trained with an optimizer of another class."""
+    saved, own = manifest.model["optimizer"], type(optimizer).__name__
+    if saved != own:
+        raise HvpipeError(
+            "A checkpoint should be of the same model and optimizer; for another optimizer use another "
+            f"folder. Received: {own} here and {saved} in the checkpoint"
+        )
+
+
 def check_variables(ours: Iterable[list[Any]], theirs: Iterable[list[Any]]) -> None:
     """Raise HvpipeError unless both are the same variables.
 

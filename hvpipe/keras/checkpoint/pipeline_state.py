@@ -1,8 +1,7 @@
 """The state of a pipeline: each rank writes its stages, under names that do not depend on the cuts.
 
-The names and the checks are those of `save_checkpoint` (keras/pipeline/checkpoint.py). Every rank also writes
-what is its own: own/logs and own/metrics of the epoch so far, own/random, and own/best, the best weights of
-its stages.
+pipeline_values.py has those. Every rank also writes what is its own: own/logs and own/metrics of the epoch so
+far, own/random, and own/best, the best weights of its stages.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ import tensorflow as tf
 
 from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest
-from hvpipe.config_file import Table
 from hvpipe.keras import compat
 from hvpipe.keras.checkpoint.callback_state import BEST
 from hvpipe.keras.checkpoint.data_position import has_metrics
 from hvpipe.keras.checkpoint.inheritance import Held, shares
-from hvpipe.keras.checkpoint.model_check import as_variable, check_kind
+from hvpipe.keras.checkpoint.model_check import as_variable
+from hvpipe.keras.checkpoint.pipeline_values import KIND, describe, read_values, variables_to_write
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.fit_call import FitCall
-from hvpipe.keras.pipeline.checkpoint import Shard, describe, read_shards, variables_to_write
 from hvpipe.keras.pipeline.model import PipelineParallel
 from hvpipe.keras.pipeline.model_file import optimizer_of
 from hvpipe.keras.pipeline.state_names import RankState, numbers_of
@@ -35,7 +33,7 @@ _LOGS = "own/logs"
 class PipelineState:
     """The state of one model of `pipeline_parallel`."""
 
-    kind = "pipeline"
+    kind = KIND
     shares_data = False
 
     def __init__(self, pipeline: PipelineParallel) -> None:
@@ -155,18 +153,8 @@ class PipelineState:
 
     def read(self, place: Path, manifest: Manifest) -> RestoredPipeline:
         """Read this rank's values. Raises HvpipeError if they are of another training."""
-        check_kind(manifest, self.kind)
         rank, size = self.session.world.rank, self.session.world.size
-        shards = [
-            Shard(
-                part.file.name,
-                part.file.size_bytes,
-                tuple(name for name in part.names if not name.startswith(OWN)),
-            )
-            for part in manifest.parts
-        ]
-        optimizer = optimizer_of(self.pipeline)
-        values = read_shards(place, Table(manifest.model, str(place)), shards, self.named(), optimizer, rank)
+        values = read_values(place, manifest, self.named(), optimizer_of(self.pipeline), rank)
         part = manifest.parts[rank % manifest.ranks]
         # Ranks that were left after a loss have written as many parts as they were, of the layout before it.
         if manifest.ranks == size == part.notes.get("ranks", size):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.pipeline.checkpoint import load_checkpoint, save_checkpoint
+from hvpipe.keras.checkpoint.by_hand import load_checkpoint, save_checkpoint
+from hvpipe.keras.checkpoint.pipeline_values import describe, variables_to_write
 from hvpipe.keras.pipeline.context import PipelineContext
 from hvpipe.keras.pipeline.model_file import optimizer_of, read_whole, write_whole
 from hvpipe.keras.pipeline.state_names import RankState, rank_state, reset_slots
@@ -114,15 +115,14 @@ class PipelineSaving:
         old one in the folder when it is complete.
 
         Args:
-            folder: A folder that all ranks see.
+            folder: A folder that all ranks see, for this checkpoint alone.
 
         Raises:
             HvpipeError: Writing failed. Raised on all ranks; the old checkpoint is still there.
         """
-        context = self._context
-        save_checkpoint(
-            context.session, folder, context.layout.stages.graph.name, self.rank_state(), optimizer_of(self)
-        )
+        context, state = self._context, self.rank_state()
+        model = describe(context.layout.stages.graph.name, state, optimizer_of(self))
+        save_checkpoint(context.session, folder, model, variables_to_write(state, context.rank))
 
     def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint; on all ranks together.
@@ -131,7 +131,8 @@ class PipelineSaving:
         `compile` first, with an optimizer of the same class and settings.
 
         Args:
-            folder: A folder that `save_checkpoint` wrote.
+            folder: A folder that `save_checkpoint` wrote, or one of the checkpoints in the folder of a
+                `Checkpoint`, of which this takes the same state.
 
         Raises:
             HvpipeError: The checkpoint is incomplete, or of another model or optimizer. Raised on all ranks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import json
 import os
 import shutil
@@ -30,8 +31,11 @@ from saved_pipelines import (
 )
 
 import hvpipe
+import hvpipe.keras as hk
+from hvpipe.checkpoints import folder as folders
+from hvpipe.checkpoints.manifest import _digest
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.pipeline import checkpoint as pipeline_checkpoint
+from hvpipe.keras.checkpoint import by_hand
 from hvpipe.keras.pipeline import model_file
 from hvpipe.keras.seeds import seeds_of
 from training import by_rank_0
@@ -195,7 +199,7 @@ def test_another_layout_continues(trained: Trained, layout: dict[str, Any]) -> N
     assert_same(trained.after, state(pipe), 1e-6)
 
 
-@pytest.mark.parametrize("at", ["_write_shard", "write_document"])
+@pytest.mark.parametrize("at", ["write_file", "write_manifest"])
 def test_an_interrupted_save_keeps_the_previous_checkpoint(
     trained: Trained, folder: Path, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,8 +207,8 @@ def test_an_interrupted_save_keeps_the_previous_checkpoint(
     pipe.save_checkpoint(folder)
     before = state(pipe)
     fill(pipe)
-    if hvpipe.rank() == (hvpipe.size() - 1 if at == "_write_shard" else 0):
-        monkeypatch.setattr(pipeline_checkpoint, at, full_disk)
+    if hvpipe.rank() == (hvpipe.size() - 1 if at == "write_file" else 0):
+        monkeypatch.setattr(by_hand, at, full_disk)
     with pytest.raises(HvpipeError, match=r"saving a checkpoint in .*rank \d: OSError: disk full"):
         pipe.save_checkpoint(folder)
     monkeypatch.undo()
@@ -213,6 +217,23 @@ def test_an_interrupted_save_keeps_the_previous_checkpoint(
     pipe.save_checkpoint(folder)
     hvpipe.barrier()
     assert len(os.listdir(folder)) == hvpipe.size() + 1
+
+
+def test_a_checkpoint_of_a_fit_is_loaded_and_never_overwritten(folder: Path) -> None:
+    pipe = pipeline()
+    pipe.fit(*data(), **EPOCH, callbacks=[hk.Checkpoint(folder)])
+    (place,) = folders.complete(folder)
+    again = pipeline(schedule="gpipe")
+    again.load_checkpoint(place)
+    assert_same(state(pipe), state(again))
+    with pytest.raises(HvpipeError, match=rf"load one, such as {place}"):
+        again.load_checkpoint(folder)
+    for own in (folder, place):
+        with pytest.raises(HvpipeError, match=r"folder of its own.*where hk.Checkpoint has written"):
+            again.save_checkpoint(own)
+    again.save_checkpoint(folder / "by hand")
+    with pytest.raises(HvpipeError, match=r"folder for several checkpoints.*is one itself"):
+        again.fit(*data(), **EPOCH, callbacks=[hk.Checkpoint(folder / "by hand")])
 
 
 def full_disk(*_: Any) -> None:
@@ -225,13 +246,13 @@ def full_disk(*_: Any) -> None:
 def test_a_checkpoint_of_another_model_is_refused(trained: Trained) -> None:
     pipe = pipeline(build_with_more_state)
     before = state(pipe)
-    with pytest.raises(HvpipeError, match=r"variable 0 is .*dense.*whose variable 0 is twice/kernel"):
+    with pytest.raises(HvpipeError, match=r"weights/0 is dense.* here and twice/kernel"):
         pipe.load_checkpoint(trained.checkpoint)
     assert_same(before, state(pipe))
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(trained: Trained) -> None:
-    with pytest.raises(HvpipeError, match=r"of this optimizer's class, SGD.*Received: Adam"):
+    with pytest.raises(HvpipeError, match=r"same model and optimizer.*Received: SGD here and Adam"):
         pipeline(optimizer=lambda: keras.optimizers.SGD(0.1)).load_checkpoint(trained.checkpoint)
     with pytest.raises(HvpipeError, match=r"settings it was saved with.*_velocity_hats"):
         pipeline(optimizer=lambda: keras.optimizers.Adam(0.1, amsgrad=True)).load_checkpoint(
@@ -248,45 +269,56 @@ def test_a_checkpoint_with_extra_optimizer_state_is_refused(folder: Path) -> Non
 
 @pytest.mark.parametrize(
     "fault",
-    ["no index", "index cut", "another version", "missing", "cut", "changed", "elsewhere", "above", "packed"],
+    [
+        *("no manifest", "manifest cut", "manifest changed", "another version", "another kind"),
+        *("missing", "cut", "changed", "elsewhere", "above", "packed"),
+    ],
 )
 def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Path, fault: str) -> None:
     damaged = folder / "damaged"
     if hvpipe.rank() == 0:
         shutil.copytree(trained.checkpoint, damaged)
-        index = damaged / "checkpoint.json"
-        shard = damaged / json.loads(index.read_text())["shards"][-1]["file"]
-        if fault == "no index":
-            index.unlink()
-        elif fault == "index cut":
-            index.write_text(index.read_text()[:100])
+        path = damaged / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["sha256"]
+        file = manifest["parts"][-1]["file"]
+        arrays = damaged / file["name"]
+        if fault == "missing":
+            arrays.unlink()
         elif fault == "another version":
-            index.write_text(json.dumps({**json.loads(index.read_text()), "version": 2}))
-        elif fault == "missing":
-            shard.unlink()
+            manifest["version"] = 2
+        elif fault == "another kind":
+            manifest["kind"] = "data_parallel"
         elif fault in ("elsewhere", "above"):
-            name = f"../checkpoint/{shard.name}" if fault == "elsewhere" else ".."
-            index.write_text(index.read_text().replace(shard.name, name))
+            file["name"] = f"../checkpoint/{arrays.name}" if fault == "elsewhere" else ".."
         elif fault == "packed":
-            with np.load(shard) as arrays:
-                np.savez_compressed(shard, **arrays)
-            document = json.loads(index.read_text())
-            document["shards"][-1]["bytes"] = shard.stat().st_size
-            index.write_text(json.dumps(document))
-        else:
-            content = bytearray(shard.read_bytes())
-            content[200] ^= 1
-            shard.write_bytes(content if fault == "changed" else content[:-1])
+            with np.load(arrays) as values:
+                np.savez_compressed(arrays, **values)
+            content = arrays.read_bytes()
+            file |= {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        elif fault in ("changed", "cut"):
+            changed = bytearray(arrays.read_bytes())
+            changed[200] ^= 1
+            arrays.write_bytes(changed if fault == "changed" else changed[:-1])
+        manifest["sha256"] = _digest(manifest)
+        if fault == "manifest changed":
+            manifest["kind"] = "other"
+        text = json.dumps(manifest)
+        path.write_text(text[:100] if fault == "manifest cut" else text)
+        if fault == "no manifest":
+            path.unlink()
     hvpipe.barrier()
     says = {
-        "no index": r"should have an index, checkpoint\.json",
-        "index cut": r"checkpoint\.json, line \d+, column \d+: should be JSON",
-        "another version": r"""should have "format": "hvpipe-checkpoint" and "version": 1.*version=2""",
+        "no manifest": r"should have a manifest, manifest\.json",
+        "manifest cut": r"manifest\.json, line \d+, column \d+: should be JSON",
+        "manifest changed": r"manifest\.json should be unchanged",
+        "another version": r"manifest\.json should be of version 1.*version=2",
+        "another kind": r"resume only a checkpoint of pipeline training",
         "missing": r"npz is missing",
-        "cut": r"npz of \d+ bytes, not \d+",
-        "changed": r"npz should be unchanged. Received: BadZipFile",
-        "elsewhere": r"file should be the name of a file beside it. Received: file='../checkpoint/",
-        "above": r"file should be the name of a file beside it. Received: file='..'",
+        "cut": r"npz has \d+ bytes instead of \d+",
+        "changed": r"npz has another SHA-256 than when written",
+        "elsewhere": r"name should be the name of a file beside it. Received: name='../checkpoint/",
+        "above": r"name should be the name of a file beside it. Received: name='..'",
         "packed": r"npz should be unchanged. Received: ValueError: .* is packed, or takes more bytes",
     }
     pipe = trained.pipe

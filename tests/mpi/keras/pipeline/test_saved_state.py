@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from saved_pipelines import (
 
 import hvpipe
 import hvpipe.keras as hk
+from hvpipe.checkpoints.manifest import read_manifest
 from hvpipe.errors import MismatchError
 from training import by_rank_0
 
@@ -203,14 +203,10 @@ def test_frozen_weights_of_replicas_are_no_statistics(folder: Path) -> None:
     for layer in pipe.layers:
         layer.trainable = False
     pipe.save_checkpoint(folder)
-    index = json.loads((folder / "checkpoint.json").read_text())
-    numbers = [
-        int(name.partition("@")[0].rpartition("/")[2])
-        for shard in index["shards"]
-        for name in shard["names"]
-        if "@" in name
-    ]
-    kinds = {index["variables"][number]["path"].rpartition("/")[2] for number in numbers}
+    manifest = read_manifest(folder)
+    paths = {name: path for name, path, _, _ in manifest.model["variables"]}
+    names = [name for part in manifest.parts for name in part.names if "@" in name]
+    kinds = {paths[name.partition("@")[0]].rpartition("/")[2] for name in names}
     several = {"moving_mean", "moving_variance", "seed_generator_state"}
     assert kinds == (several if hvpipe.size() > 1 else set())
 
