@@ -1,5 +1,5 @@
 // Every call is made of three exchanges: all-to-all, all-gather and broadcast. Reductions compute between
-// them.
+// them. On one host reductions and broadcasts go through a window instead.
 #include "named/call_stages.h"
 
 #include <algorithm>
