@@ -1,4 +1,4 @@
-// What one engine counts and records: traffic counters and the events of the trace.
+// What one engine counts, and where it records events: counters, event log, flight recorder.
 #pragma once
 
 #include <atomic>

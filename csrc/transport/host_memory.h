@@ -1,4 +1,4 @@
-// Memory that the ranks of one host share.
+// Raw memory that the ranks of one host share: over MPI, or a mapped file.
 #pragma once
 
 #include <mpi.h>

@@ -1,4 +1,4 @@
-// A window of memory that the ranks of one host share.
+// Slots and counters in the memory of a host, through which its ranks pass chunks of data.
 #pragma once
 
 #include <atomic>

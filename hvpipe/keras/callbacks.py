@@ -1,4 +1,4 @@
-"""Callbacks that act on all ranks: Horovod's two for custom set-ups, and two that stop all ranks together."""
+"""Callbacks that keep ranks together: Horovod's broadcast and metric average, and two that stop all ranks."""
 
 from __future__ import annotations
 

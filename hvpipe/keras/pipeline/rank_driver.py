@@ -1,4 +1,4 @@
-"""Drives one rank of a pipeline through its steps: graphs of its stages, metrics, updates."""
+"""What a rank of a pipeline keeps from step to step: graphs of its stages, metrics; step.py runs one step."""
 
 from __future__ import annotations
 
