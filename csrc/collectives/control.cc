@@ -66,6 +66,23 @@ const Record& ControlExchange::of(int rank) const {
   return records_[static_cast<std::size_t>((rank - rank_ + ranks_) % ranks_)];
 }
 
+bool CheckedCollective::Step() {
+  bool moved = false;
+  if (!exchange_->done()) {
+    moved = exchange_->Step();
+    if (exchange_->done()) exchange_->CheckAgreement();
+  }
+  if (error_ && exchange_->done()) std::rethrow_exception(error_);
+  if (error_ || collective_->done()) return moved;
+  try {
+    return collective_->Step() || moved;
+  } catch (...) {
+    if (exchange_->done()) throw;
+    error_ = std::current_exception();
+    return true;
+  }
+}
+
 std::uint64_t RecordExchange::requests() const {
   std::uint64_t all = 0;
   for (int rank = 0; rank < ranks_; ++rank) all |= of(rank).requests;

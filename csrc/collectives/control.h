@@ -4,8 +4,11 @@
 
 #include <array>
 #include <cstdint>
+#include <exception>
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -64,6 +67,29 @@ class ControlExchange : public RecordExchange {
   Ticket send_ = kNoTicket;
   Ticket receive_ = kNoTicket;
   std::vector<Record> records_;  // records_[i] comes from rank (rank_ + i) % ranks_
+};
+
+// An exchange, and beside it the collective that it checks. Ends with the exchange's error rather than with
+// that of the collective, which may come from ranks that disagree.
+class CheckedCollective : public Collective {
+ public:
+  CheckedCollective(std::unique_ptr<RecordExchange> exchange, std::unique_ptr<Collective> collective)
+      : exchange_(std::move(exchange)), collective_(std::move(collective)) {}
+
+  const RecordExchange& exchange() const { return *exchange_; }
+  bool Step() override;
+  bool done() const override { return exchange_->done() && collective_->done(); }
+  std::string Waiting() const override {
+    return exchange_->done() ? collective_->Waiting() : exchange_->Waiting();
+  }
+  std::vector<int> Ranks() const override {
+    return exchange_->done() ? collective_->Ranks() : exchange_->Ranks();
+  }
+
+ private:
+  const std::unique_ptr<RecordExchange> exchange_;
+  const std::unique_ptr<Collective> collective_;
+  std::exception_ptr error_;  // of the collective, while the exchange is under way
 };
 
 // Receive the first record of an exchange that `rank` has begun and this rank has not. Empty if none has

@@ -24,7 +24,9 @@ class Agreement {
   Agreement& operator=(const Agreement&) = delete;
 
   // Make a control exchange the first stage of `operation`. `signature` must be equal on all ranks.
-  void AddStage(Operation& operation, double samples, std::uint64_t signature, const std::string& shown = "");
+  // With `beside`, its collective runs at the same time.
+  void AddStage(Operation& operation, double samples, std::uint64_t signature, const std::string& shown = "",
+                const Operation::MakeCollective& beside = nullptr);
   // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
   // differ.
   const RecordExchange& Checked(const Operation& operation);
@@ -42,6 +44,8 @@ class Agreement {
   const Record* Unanswered();
 
  private:
+  static const RecordExchange* ExchangeOf(const Operation& operation);
+
   Network& network_;
   OrderQueue order_;
   std::atomic<std::uint64_t> own_requests_{0};

@@ -62,6 +62,9 @@ class BlockingCalls {
   int NextTag();
 
  private:
+  std::optional<int> OwnTag(const std::string& what, const Transport& ring);
+  void AllReduceChecked(const void* in, void* out, std::size_t count, DType dtype, double scale,
+                        const std::string& what, int tag, Transport& ring, const Interrupt& interrupt);
   void RunChecked(const std::string& what, Operation::MakeCollective make, const Interrupt& interrupt);
   void CheckNobodyWaits(const std::string& shown);
   void CheckPeersAreHere(SharedWindow& window, const Operation& own);

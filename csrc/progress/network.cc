@@ -7,6 +7,8 @@
 #include <thread>
 #include <utility>
 
+#include "collectives/algorithm.h"
+#include "collectives/butterfly.h"
 #include "collectives/ring.h"
 #include "collectives/shared_memory_broadcast.h"
 #include "collectives/tags.h"
@@ -28,6 +30,23 @@ std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, void* data, std:
   ring.tag = tag;
   ring.only_gather = only_gather;
   return std::make_unique<RingAllReduce>(ranks, budget_, counters_, data, count, dtype, ring);
+}
+
+std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, void* data, std::size_t count,
+                                                   DType dtype, int tag) {
+  const ButterflyAllReduce::Options options{options_.segment_bytes, tag};
+  const auto butterfly = [&](std::vector<ButterflyStep> steps) {
+    return std::make_unique<ButterflyAllReduce>(ranks, counters_, data, dtype, std::move(steps), options);
+  };
+  switch (AlgorithmFor(ranks.size(), count * SizeOf(dtype))) {
+    case Algorithm::kDoubling:
+      return butterfly(DoublingSteps(ranks.rank(), ranks.size(), count));
+    case Algorithm::kHalving:
+      return butterfly(HalvingSteps(ranks.rank(), ranks.size(), count));
+    case Algorithm::kRing:
+      break;
+  }
+  return MakeRing(ranks, data, count, dtype, tag);
 }
 
 std::unique_ptr<RecordExchange> Network::MakeExchange(const Record& mine) {
@@ -107,7 +126,7 @@ Transport& Network::TransportOf(int group) const {
 
 std::unique_ptr<Collective> Network::MakeGroupAllReduce(int group, unsigned call, void* data,
                                                         std::size_t count, DType dtype) {
-  return MakeRing(TransportOf(group), data, count, dtype, static_cast<int>(call % kCallTags));
+  return MakeAllReduce(TransportOf(group), data, count, dtype, static_cast<int>(call % kCallTags));
 }
 
 void Network::BeginPass(double now_s) {

@@ -56,7 +56,7 @@ void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<co
   operation.AddStage([=](const Operation&) {
     if (!reduced_in_memory && buffers->in != buffers->out)
       std::memcpy(buffers->out, buffers->in, buffers->count * SizeOf(dtype));
-    return MakeRing(*ring, buffers->out, buffers->count, dtype, tag);
+    return MakeAllReduce(*ring, buffers->out, buffers->count, dtype, tag);
   });
 }
 

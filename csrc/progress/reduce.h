@@ -47,10 +47,10 @@ class AllReduceRoute {
   // A single collective in the window. Only if there is one.
   std::unique_ptr<Collective> MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers, DType dtype,
                                                double scale, SharedMemoryReduce::Result result);
-  // A single ring among `ranks`, in place.
-  std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
-                                       int tag) {
-    return network_.MakeRing(ranks, data, count, dtype, tag);
+  // A single all-reduce among `ranks`, in place, that uses no shared memory.
+  std::unique_ptr<Collective> MakeAllReduce(Transport& ranks, void* data, std::size_t count, DType dtype,
+                                            int tag) {
+    return network_.MakeAllReduce(ranks, data, count, dtype, tag);
   }
 
   // The ring, if it alone serves all ranks, of which there are several; else null.
