@@ -39,7 +39,8 @@ _MOST_STRANGERS = 64
 _AGAIN_S = 0.2
 _ADVICE = (
     "TCP must be open between all hosts of the job, at all ports or those of HVPIPE_PORTS; with several "
-    "networks, choose one by `hvpipe run --net`, HVPIPE_NET or `horovodrun --network-interfaces`."
+    "networks, choose one by `hvpipe run --net`, by HVPIPE_NET under mpirun, or by "
+    "`horovodrun --network-interfaces`."
 )
 
 

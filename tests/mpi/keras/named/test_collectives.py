@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -658,3 +661,35 @@ def test_arguments_that_do_not_fit() -> None:
         hvd.allreduce(tf.ones([1]), process_set=hvd.ProcessSet([0]))
     with pytest.raises(HvpipeError, match="all ranks"):
         hvd.init(comm=[hvd.size()])
+
+
+def test_a_rank_that_is_far_ahead_waits_for_the_readers() -> None:
+    """A root may fill the shared window with a broadcast, and begin the next sum, before others have read."""
+    if hvd.size() == 1:
+        pytest.skip("needs readers")
+    values = np.arange(1 << 18, dtype=np.float32)  # all four slots of the window
+    found: dict[str, Any] = {}
+
+    def broadcast() -> None:
+        found["broadcast"] = hvd.broadcast(
+            values if hvd.rank() == 0 else 0 * values, 0, name="fills the window"
+        )
+
+    def add() -> None:
+        found["sum"] = hvd.allreduce(-1 - values[:100], op=hvd.Sum, name="comes next")
+
+    if hvd.rank() == 0:
+        time.sleep(0.4)
+        broadcast()
+        add()
+    else:
+        calls = [threading.Thread(target=call) for call in (broadcast, add)]
+        for call in calls:
+            call.start()
+        time.sleep(0.1)  # both calls are made
+        with subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {os.getpid()}"]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        for call in calls:
+            call.join()
+    np.testing.assert_array_equal(found["broadcast"], values)
+    np.testing.assert_array_equal(found["sum"], hvd.size() * (-1 - values[:100]))
