@@ -293,6 +293,7 @@ void SumInto(void* dst, const void* const* srcs, std::size_t sources, DType dtyp
     if (dst != srcs[0]) std::memcpy(dst, srcs[0], count * SizeOf(dtype));
     return;
   }
+  if (sources == 2 && dst == srcs[0]) return AddInto(dst, srcs[1], dtype, count);
   if (dtype == DType::kFloat32) return SumFloat(static_cast<float*>(dst), srcs, sources, count);
   if (dtype == DType::kFloat64) return SumDouble(static_cast<double*>(dst), srcs, sources, count);
   if (dtype == DType::kInt8) return SumInt8(dst, srcs, sources, count);

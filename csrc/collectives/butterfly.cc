@@ -69,18 +69,20 @@ std::vector<ButterflyStep> HalvingSteps(int rank, int ranks, std::size_t count) 
   });
 }
 
-ButterflyAllReduce::ButterflyAllReduce(Transport& transport, Counters& counters, void* buffer, DType dtype,
-                                       std::vector<ButterflyStep> steps, Options options)
+ButterflyAllReduce::ButterflyAllReduce(Transport& transport, Counters& counters, const void* in, void* out,
+                                       DType dtype, std::vector<ButterflyStep> steps, Options options)
     : transport_(transport),
       counters_(counters),
-      buffer_(static_cast<char*>(buffer)),
+      mine_(static_cast<const char*>(in)),
+      out_(static_cast<char*>(out)),
       dtype_(dtype),
       element_(SizeOf(dtype)),
       steps_(std::move(steps)),
       options_(options) {
   std::size_t most = 0;
+  bool free = in != out;  // `out` takes what comes first
   for (const ButterflyStep& step : steps_) {
-    if (step.adds) most = std::max(most, step.received.count);
+    if (step.adds && !std::exchange(free, false)) most = std::max(most, step.received.count);
   }
   if (most > 0) scratch_ = AlignedBuffer(most * element_);
 }
@@ -104,10 +106,17 @@ bool ButterflyAllReduce::Step() {
     }
     moved |= Finish();
     if (sent_ < sends_.size() || received_ < receives_.size()) return moved;
+    if (steps_[at_].adds) mine_ = out_;
     ++at_;
     begun_ = false;
   }
   return moved;
+}
+
+// Where a part that comes is kept until it is added, or for good.
+char* ButterflyAllReduce::Incoming(const ButterflyStep& step, const Range& part) const {
+  if (!step.adds || mine_ != out_) return out_ + part.first * element_;
+  return static_cast<char*>(scratch_.data()) + (part.first - step.received.first) * element_;
 }
 
 void ButterflyAllReduce::Begin() {
@@ -119,15 +128,13 @@ void ButterflyAllReduce::Begin() {
   const std::size_t incoming = Segments(step.received), outgoing = Segments(step.sent);
   for (std::size_t i = 0; i < incoming; ++i) {
     const Range part = Segment(step.received, incoming, i);
-    char* const to = step.adds
-                         ? static_cast<char*>(scratch_.data()) + (part.first - step.received.first) * element_
-                         : buffer_ + part.first * element_;
-    receives_.push_back(transport_.Irecv(to, part.count * element_, step.peer, options_.tag));
+    receives_.push_back(
+        transport_.Irecv(Incoming(step, part), part.count * element_, step.peer, options_.tag));
   }
   for (std::size_t i = 0; i < outgoing; ++i) {
     const Range part = Segment(step.sent, outgoing, i);
     sends_.push_back(
-        transport_.Isend(buffer_ + part.first * element_, part.count * element_, step.peer, options_.tag));
+        transport_.Isend(mine_ + part.first * element_, part.count * element_, step.peer, options_.tag));
     counters_.network_bytes_sent += part.count * element_;
     ++counters_.messages_sent;
   }
@@ -141,17 +148,16 @@ bool ButterflyAllReduce::Finish() {
     ++sent_;
     moved = true;
   }
-  const bool waits = step.adds && step.sent.first == step.received.first && sent_ < sends_.size();
+  const bool waits = step.adds && mine_ == out_ && step.sent.first == step.received.first && sent_ < sends_.size();
   while (!waits && received_ < receives_.size() && transport_.Test(receives_[received_])) {
     const Range part = Segment(step.received, receives_.size(), received_);
     counters_.network_bytes_received += part.count * element_;
     if (step.adds) {
-      char* const mine = buffer_ + part.first * element_;
-      const char* const theirs =
-          static_cast<const char*>(scratch_.data()) + (part.first - step.received.first) * element_;
+      const char* const mine = mine_ + part.first * element_;
+      const char* const theirs = Incoming(step, part);
       const bool first = transport_.rank() < step.peer;
       const void* const parts[] = {first ? mine : theirs, first ? theirs : mine};
-      SumInto(mine, parts, 2, dtype_, part.count);
+      SumInto(out_ + part.first * element_, parts, 2, dtype_, part.count);
     }
     ++received_;
     moved = true;

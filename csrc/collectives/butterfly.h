@@ -31,7 +31,7 @@ std::vector<ButterflyStep> DoublingSteps(int rank, int ranks, std::size_t count)
 // few bytes as a ring (Rabenseifner, "Optimization of collective reduction operations", 2004).
 std::vector<ButterflyStep> HalvingSteps(int rank, int ranks, std::size_t count);
 
-// Runs steps in place, one after the other. Both of a pair add in the order of ranks, so all ranks end with
+// Sums `in` into `out`, which may be `in`, by one step after the other. Both of a pair add in the order of ranks, so all ranks end with
 // the same bits. A half type is added in float32 and rounded at each step.
 //
 // Threads: as Collective.
@@ -42,7 +42,7 @@ class ButterflyAllReduce : public Collective {
     int tag = 0;
   };
 
-  ButterflyAllReduce(Transport& transport, Counters& counters, void* buffer, DType dtype,
+  ButterflyAllReduce(Transport& transport, Counters& counters, const void* in, void* out, DType dtype,
                      std::vector<ButterflyStep> steps, Options options);
 
   bool Step() override;
@@ -55,10 +55,12 @@ class ButterflyAllReduce : public Collective {
   std::size_t Segments(Range whole) const;
   void Begin();
   bool Finish();
+  char* Incoming(const ButterflyStep& step, const Range& part) const;
 
   Transport& transport_;
   Counters& counters_;
-  char* const buffer_;
+  const char* mine_;  // what this rank has summed so far: `in`, from the first addition on `out`
+  char* const out_;
   const DType dtype_;
   const std::size_t element_;  // bytes
   const std::vector<ButterflyStep> steps_;

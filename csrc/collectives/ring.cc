@@ -27,12 +27,13 @@ std::size_t SegmentBytes(std::size_t chunk_bytes, std::size_t most) {
 // In step k rank r sends chunk r - k and receives chunk r - k - 1. So it sends in step k what it received
 // (and summed) in step k - 1: segment `index` may be sent once segment `index - S` was received. An
 // all-gather alone is the same in size - 1 steps, without sums.
-RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, void* buffer,
-                             std::size_t count, DType dtype, Options options)
+RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, const void* in,
+                             void* out, std::size_t count, DType dtype, Options options)
     : transport_(transport),
       budget_(budget),
       counters_(counters),
-      buffer_(static_cast<char*>(buffer)),
+      in_(static_cast<const char*>(in)),
+      out_(static_cast<char*>(out)),
       count_(count),
       dtype_(dtype),
       options_(options),
@@ -107,8 +108,8 @@ bool RingAllReduce::PostReceives() {
     // A receive in place overwrites what this rank sent size - 1 steps earlier. That send must have ended.
     if (!Reducing(index) && sent_ + (ranks_ - 1) * segments_ <= index) break;
     const Range segment = Segment(index, true);
-    void* scratch = Reducing(index) ? TakeScratch() : nullptr;
-    void* target = Reducing(index) ? scratch : buffer_ + segment.first * element;
+    void* scratch = Reducing(index) && in_ == out_ ? TakeScratch() : nullptr;
+    void* target = scratch != nullptr ? scratch : out_ + segment.first * element;
     const Ticket ticket = segment.count == 0
                               ? kNoTicket
                               : transport_.Irecv(target, segment.count * element, left(), options_.tag);
@@ -127,7 +128,10 @@ bool RingAllReduce::FinishReceives() {
     if (receive.ticket != kNoTicket && !transport_.Test(receive.ticket)) break;
     const Range segment = Segment(receive.index, true);
     if (Reducing(receive.index)) {
-      AddInto(buffer_ + segment.first * element, receive.scratch, dtype_, segment.count);
+      char* const sum = out_ + segment.first * element;
+      const void* const parts[] = {in_ + segment.first * element,
+                                   receive.scratch != nullptr ? receive.scratch : sum};
+      SumInto(sum, parts, 2, dtype_, segment.count);
     }
     counters_.network_bytes_received += segment.count * element;
     if (receive.scratch != nullptr) free_scratch_.push_back(receive.scratch);
@@ -147,8 +151,9 @@ bool RingAllReduce::PostSends() {
     const Range segment = Segment(posted_sends_, false);
     Ticket ticket = kNoTicket;
     if (segment.count > 0) {
+      const char* const from = posted_sends_ < segments_ ? in_ : out_;
       ticket =
-          transport_.Isend(buffer_ + segment.first * element, segment.count * element, right(), options_.tag);
+          transport_.Isend(from + segment.first * element, segment.count * element, right(), options_.tag);
       counters_.network_bytes_sent += segment.count * element;
       ++counters_.messages_sent;
     }

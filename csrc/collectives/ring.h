@@ -14,7 +14,7 @@
 
 namespace hvpipe {
 
-// Reduce-scatter, then all-gather, each in size - 1 steps around the ring, in place (Patarasuk and Yuan,
+// Reduce-scatter, then all-gather, each in size - 1 steps around the ring, from `in` to `out`, which may be `in` (Patarasuk and Yuan,
 // "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). The ranks that a chunk
 // passes sum it in one fixed order, so all ranks end with the same bits. A half type is added in float32 and
 // rounded to the wire type at each hop.
@@ -33,8 +33,8 @@ class RingAllReduce : public Collective {
     bool only_gather = false;
   };
 
-  RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, void* buffer, std::size_t count,
-                DType dtype, Options options);
+  RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, const void* in, void* out,
+                std::size_t count, DType dtype, Options options);
 
   bool Step() override;
   bool done() const override { return received_ == total_ && sent_ == total_ && own_signal_ == kNoTicket; }
@@ -44,7 +44,7 @@ class RingAllReduce : public Collective {
   struct Receive {
     Ticket ticket;
     std::size_t index;
-    void* scratch;  // null in the all-gather phase, which receives in place
+    void* scratch;  // null if it receives to `out`
   };
   Range Segment(std::size_t index, bool incoming) const;
   bool Reducing(std::size_t index) const { return !options_.only_gather && index < steps_ / 2 * segments_; }
@@ -60,7 +60,8 @@ class RingAllReduce : public Collective {
   Transport& transport_;
   SendBudget& budget_;
   Counters& counters_;
-  char* buffer_;
+  const char* in_;
+  char* out_;
   std::size_t count_;
   DType dtype_;
   Options options_;

@@ -186,7 +186,7 @@ void GradientBuckets::AddGatheredTableStages(Operation& operation, const Bucket&
   operation.AddStage([this, &table, rank, ranks, tag, wire, gathers](const Operation&) {
     *gathers = table.LayOutMarked(rank, ranks);
     if (*gathers) return route_.MakeGather(table.gathered(), table.gathered_count(), wire, tag);
-    return route_.MakeAllReduce(*route_.only_ring(), table.data(), table.count(), wire, tag);
+    return route_.MakeAllReduce(*route_.only_ring(), table.data(), table.data(), table.count(), wire, tag);
   });
   operation.AddStage([&table, gathers](const Operation&) {
     if (*gathers) table.SumGathered();

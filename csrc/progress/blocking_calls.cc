@@ -54,8 +54,7 @@ void BlockingCalls::AllReduceChecked(const void* in, void* out, std::size_t coun
   auto operation = MakeOperation(what);
   operation->traced = "reduce";
   agreement_.AddStage(*operation, 0, Hash(what), "", [&](const Operation&) {
-    if (in != out) std::memcpy(out, in, count * SizeOf(dtype));
-    return route_.MakeAllReduce(ring, out, count, dtype, tag);
+    return route_.MakeAllReduce(ring, in, out, count, dtype, tag);
   });
   operation->check = [&](Operation& done) {
     (void)agreement_.Checked(done);

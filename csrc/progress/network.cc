@@ -22,21 +22,21 @@ bool Network::crowded() const {
   return static_cast<unsigned>(topology_.local_size) > std::thread::hardware_concurrency();
 }
 
-std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
-                                              int tag, bool only_gather) {
+std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, const void* in, void* out,
+                                              std::size_t count, DType dtype, int tag, bool only_gather) {
   RingAllReduce::Options ring;
   ring.segment_bytes = options_.segment_bytes;
   ring.receives_in_flight = options_.messages_in_flight;
   ring.tag = tag;
   ring.only_gather = only_gather;
-  return std::make_unique<RingAllReduce>(ranks, budget_, counters_, data, count, dtype, ring);
+  return std::make_unique<RingAllReduce>(ranks, budget_, counters_, in, out, count, dtype, ring);
 }
 
-std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, void* data, std::size_t count,
-                                                   DType dtype, int tag) {
+std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, const void* in, void* out,
+                                                   std::size_t count, DType dtype, int tag) {
   const ButterflyAllReduce::Options options{options_.segment_bytes, tag};
   const auto butterfly = [&](std::vector<ButterflyStep> steps) {
-    return std::make_unique<ButterflyAllReduce>(ranks, counters_, data, dtype, std::move(steps), options);
+    return std::make_unique<ButterflyAllReduce>(ranks, counters_, in, out, dtype, std::move(steps), options);
   };
   switch (AlgorithmFor(ranks.size(), count * SizeOf(dtype))) {
     case Algorithm::kDoubling:
@@ -46,7 +46,7 @@ std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, void* data,
     case Algorithm::kRing:
       break;
   }
-  return MakeRing(ranks, data, count, dtype, tag);
+  return MakeRing(ranks, in, out, count, dtype, tag);
 }
 
 std::unique_ptr<RecordExchange> Network::MakeExchange(const Record& mine) {
@@ -126,7 +126,7 @@ Transport& Network::TransportOf(int group) const {
 
 std::unique_ptr<Collective> Network::MakeGroupAllReduce(int group, unsigned call, void* data,
                                                         std::size_t count, DType dtype) {
-  return MakeAllReduce(TransportOf(group), data, count, dtype, static_cast<int>(call % kCallTags));
+  return MakeAllReduce(TransportOf(group), data, data, count, dtype, static_cast<int>(call % kCallTags));
 }
 
 void Network::BeginPass(double now_s) {

@@ -1,7 +1,6 @@
 // Adds the stages of an all-reduce to an operation, by where its ranks are.
 #include "progress/reduce.h"
 
-#include <cstring>
 #include <utility>
 
 #include "base/vector_loops.h"
@@ -54,9 +53,8 @@ void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<co
   Transport* const ring = reduced_in_memory ? network_.leaders() : &network_.ring();
   if (ring == nullptr || ring->size() == 1) return;
   operation.AddStage([=](const Operation&) {
-    if (!reduced_in_memory && buffers->in != buffers->out)
-      std::memcpy(buffers->out, buffers->in, buffers->count * SizeOf(dtype));
-    return MakeAllReduce(*ring, buffers->out, buffers->count, dtype, tag);
+    const void* const in = reduced_in_memory ? buffers->out : buffers->in;
+    return MakeAllReduce(*ring, in, buffers->out, buffers->count, dtype, tag);
   });
 }
 

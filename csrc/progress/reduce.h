@@ -47,17 +47,17 @@ class AllReduceRoute {
   // A single collective in the window. Only if there is one.
   std::unique_ptr<Collective> MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers, DType dtype,
                                                double scale, SharedMemoryReduce::Result result);
-  // A single all-reduce among `ranks`, in place, that uses no shared memory.
-  std::unique_ptr<Collective> MakeAllReduce(Transport& ranks, void* data, std::size_t count, DType dtype,
-                                            int tag) {
-    return network_.MakeAllReduce(ranks, data, count, dtype, tag);
+  // A single all-reduce among `ranks` that uses no shared memory.
+  std::unique_ptr<Collective> MakeAllReduce(Transport& ranks, const void* in, void* out, std::size_t count,
+                                            DType dtype, int tag) {
+    return network_.MakeAllReduce(ranks, in, out, count, dtype, tag);
   }
 
   // The ring, if it alone serves all ranks, of which there are several; else null.
   Transport* only_ring() const;
   // An all-gather of equal chunks in that ring; chunk r is of rank r.
   std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag) {
-    return network_.MakeRing(network_.ring(), data, count, dtype, tag, true);
+    return network_.MakeRing(network_.ring(), data, data, count, dtype, tag, true);
   }
 
  private:
