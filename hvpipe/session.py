@@ -70,7 +70,7 @@ _SHOWN_STEPS = 20
 _RANK_0_DECIDES = (
     *("trace_path", "utilization_path", "utilization_hz", "summary"),
     *("bucket_bytes", "table_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host"),
-    "shared_memory",
+    *("shared_memory", "algorithms"),
     *("nccl_library", "gpus_may_be_shared"),
     *("verify_every", "nonfinite", "strict"),
     *("stall_warn_s", "stall_abort_s", "flight_folder"),

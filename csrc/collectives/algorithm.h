@@ -2,14 +2,27 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
+#include <vector>
 
 namespace hvpipe {
 
 enum class Algorithm { kDoubling, kHalving, kRing };
 
+// Throws unless it is "doubling", "halving" or "ring".
+Algorithm ParseAlgorithm(const std::string& name);
+
+// What a user or a measurement has chosen.
+struct AlgorithmRow {
+  Algorithm algorithm;
+  std::size_t most_bytes;  // of an array; 0: any
+};
+
 // The fastest for `ranks` and an array of `bytes`, by what messages cost: a fixed time each, and a time for
 // their bytes (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-// MPICH", 2005). All ranks choose alike.
-Algorithm AlgorithmFor(int ranks, std::size_t bytes);
+// MPICH", 2005). `most_at_once`: see Transport. The first row that fits decides instead. All ranks choose
+// alike.
+Algorithm AlgorithmFor(int ranks, std::size_t bytes, std::size_t most_at_once,
+                       const std::vector<AlgorithmRow>& rows);
 
 }  // namespace hvpipe

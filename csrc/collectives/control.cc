@@ -70,7 +70,7 @@ bool CheckedCollective::Step() {
   bool moved = false;
   if (!exchange_->done()) {
     moved = exchange_->Step();
-    if (exchange_->done()) exchange_->CheckAgreement();
+    if (exchange_->done()) check_(*exchange_);
   }
   if (error_ && exchange_->done()) std::rethrow_exception(error_);
   if (error_ || collective_->done()) return moved;

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -73,10 +74,12 @@ class ControlExchange : public RecordExchange {
 // that of the collective, which may come from ranks that disagree.
 class CheckedCollective : public Collective {
  public:
-  CheckedCollective(std::unique_ptr<RecordExchange> exchange, std::unique_ptr<Collective> collective)
-      : exchange_(std::move(exchange)), collective_(std::move(collective)) {}
+  // `check` is called once the exchange has ended, and throws if ranks disagree.
+  using Check = std::function<void(const RecordExchange&)>;
+  CheckedCollective(std::unique_ptr<RecordExchange> exchange, Check check,
+                    std::unique_ptr<Collective> collective)
+      : exchange_(std::move(exchange)), check_(std::move(check)), collective_(std::move(collective)) {}
 
-  const RecordExchange& exchange() const { return *exchange_; }
   bool Step() override;
   bool done() const override { return exchange_->done() && collective_->done(); }
   std::string Waiting() const override {
@@ -88,6 +91,7 @@ class CheckedCollective : public Collective {
 
  private:
   const std::unique_ptr<RecordExchange> exchange_;
+  const Check check_;
   const std::unique_ptr<Collective> collective_;
   std::exception_ptr error_;  // of the collective, while the exchange is under way
 };

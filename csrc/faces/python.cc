@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -50,46 +51,47 @@ void Waiter::Wait() {
 
 namespace {
 
-// The options that do not depend on what connects the ranks.
-EngineOptions OptionsOf(double timeout_s, double first_step_timeout_s, std::size_t segment_bytes,
-                        int messages_in_flight, std::size_t slot_bytes, bool trace, double stall_warn_s,
-                        const std::string& flight_path, const std::string& abort_marker) {
+// By the names of EngineOptions' members; Settings.engine_options has them.
+EngineOptions OptionsOf(const nb::kwargs& given) {
   EngineOptions options;
-  options.timeout_s = timeout_s;
-  options.first_steps_timeout_s = first_step_timeout_s;
+  std::size_t taken = 0;
+  const auto take = [&](const char* name, auto& member) {
+    if (!given.contains(name)) return;
+    member = nb::cast<std::decay_t<decltype(member)>>(given[name]);
+    ++taken;
+  };
+  take("timeout_s", options.timeout_s);
+  take("first_steps_timeout_s", options.first_steps_timeout_s);
+  take("segment_bytes", options.segment_bytes);
+  take("messages_in_flight", options.messages_in_flight);
+  take("slot_bytes", options.slot_bytes);
+  take("shared_memory", options.shared_memory);
+  take("ranks_per_host", options.ranks_per_host);
+  take("trace", options.trace);
+  take("stall_warn_s", options.stall_warn_s);
+  take("flight_path", options.flight_path);
+  take("abort_marker", options.abort_marker);
+  std::vector<std::pair<std::string, std::size_t>> algorithms;
+  take("algorithms", algorithms);
+  for (const auto& [name, most_bytes] : algorithms)
+    options.algorithms.push_back({ParseAlgorithm(name), most_bytes});
+  if (taken != given.size()) throw Error("internal: an option of the engine has another name");
   // Any eager limit is possible, but counts of MPI are ints.
-  options.segment_bytes = std::clamp<std::size_t>(segment_bytes, 64, std::size_t{1} << 30);
-  options.messages_in_flight = messages_in_flight;
-  options.slot_bytes = slot_bytes;
-  options.trace = trace;
-  options.stall_warn_s = stall_warn_s;
-  options.flight_path = flight_path;
-  options.abort_marker = abort_marker;
+  options.segment_bytes = std::clamp<std::size_t>(options.segment_bytes, 64, std::size_t{1} << 30);
   return options;
 }
 
 // MPI connects the ranks.
-std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, double first_step_timeout_s,
-                                   std::size_t segment_bytes, int messages_in_flight, std::size_t slot_bytes,
-                                   bool shared_memory, int ranks_per_host, bool trace, double stall_warn_s,
-                                   const std::string& flight_path, const std::string& abort_marker) {
-  EngineOptions options = OptionsOf(timeout_s, first_step_timeout_s, segment_bytes, messages_in_flight,
-                                    slot_bytes, trace, stall_warn_s, flight_path, abort_marker);
-  options.shared_memory = shared_memory;
-  options.ranks_per_host = ranks_per_host;
+std::shared_ptr<Engine> MakeEngine(int fortran_handle, const nb::kwargs& given) {
+  const EngineOptions options = OptionsOf(given);
   const nb::gil_scoped_release release;
   return std::make_shared<Engine>(OverMpi(MPI_Comm_f2c(fortran_handle)), options);
 }
 
 // TCP connects the ranks.
 std::shared_ptr<Engine> MakeEngineOverSockets(std::shared_ptr<SocketMesh> mesh, const std::vector<int>& hosts,
-                                              const std::string& shared_file, double timeout_s,
-                                              double first_step_timeout_s, std::size_t segment_bytes,
-                                              int messages_in_flight, std::size_t slot_bytes, bool trace,
-                                              double stall_warn_s, const std::string& flight_path,
-                                              const std::string& abort_marker) {
-  const EngineOptions options = OptionsOf(timeout_s, first_step_timeout_s, segment_bytes, messages_in_flight,
-                                          slot_bytes, trace, stall_warn_s, flight_path, abort_marker);
+                                              const std::string& shared_file, const nb::kwargs& given) {
+  const EngineOptions options = OptionsOf(given);
   const nb::gil_scoped_release release;
   return std::make_shared<Engine>(OverSockets(std::move(mesh), {hosts, shared_file}), options);
 }
@@ -147,16 +149,9 @@ void BindEngine(EngineClass& engine) {
   topology("local_size", &Topology::local_size);
   topology("hosts", &Topology::hosts);
   engine
-      .def_static("create", &MakeEngine, nb::arg("fortran_handle"), nb::kw_only(), nb::arg("timeout_s"),
-                  nb::arg("first_step_timeout_s") = 0.0, nb::arg("segment_bytes"),
-                  nb::arg("messages_in_flight"), nb::arg("slot_bytes"), nb::arg("shared_memory"),
-                  nb::arg("ranks_per_host"), nb::arg("trace"), nb::arg("stall_warn_s") = 0.0,
-                  nb::arg("flight_path") = "", nb::arg("abort_marker") = "")
-      .def_static("create_over_sockets", &MakeEngineOverSockets, nb::arg("mesh"), nb::kw_only(),
-                  nb::arg("hosts"), nb::arg("shared_file"), nb::arg("timeout_s"),
-                  nb::arg("first_step_timeout_s") = 0.0, nb::arg("segment_bytes"),
-                  nb::arg("messages_in_flight"), nb::arg("slot_bytes"), nb::arg("trace"),
-                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "", nb::arg("abort_marker") = "")
+      .def_static("create", &MakeEngine, nb::arg("fortran_handle"), nb::arg("options"))
+      .def_static("create_over_sockets", &MakeEngineOverSockets, nb::arg("mesh"), nb::arg("hosts"),
+                  nb::arg("shared_file"), nb::arg("options"))
       .def(
           "fail",
           [](Engine& self, const std::string& message) {

@@ -1,25 +1,40 @@
 // Adds the exchange of control records to operations.
 #include "progress/agreement.h"
 
+#include <utility>
+
 namespace hvpipe {
 
 void Agreement::AddStage(Operation& operation, double samples, std::uint64_t signature,
-                         const std::string& shown, const Operation::MakeCollective& beside) {
+                         const std::string& shown) {
   operation.AddStage(
-      [=](const Operation& op) -> std::unique_ptr<Collective> {
+      [=](const Operation& op) {
         Record record = MakeRecord(signature, op.sequence(), samples, shown.empty() ? op.what : shown);
         record.requests = own_requests_;
-        auto exchange = network_.MakeExchange(record);
-        if (!beside) return exchange;
-        return std::make_unique<CheckedCollective>(std::move(exchange), beside(op));
+        return network_.MakeExchange(record);
       },
       &order_);
 }
 
+void Agreement::AddStageBeside(Operation& operation, Operation::MakeCollective collective) {
+  operation.AddStage(
+      [this, collective = std::move(collective)](const Operation& op) {
+        return MakeBeside(op.what, op.sequence(), collective(op));
+      },
+      &order_);
+}
+
+std::unique_ptr<Collective> Agreement::MakeBeside(const std::string& what, std::uint64_t sequence,
+                                                  std::unique_ptr<Collective> collective) {
+  Record record = MakeRecord(Hash(what), sequence, 0, what);
+  record.requests = own_requests_;
+  return std::make_unique<CheckedCollective>(
+      network_.MakeExchange(record), [this](const RecordExchange& exchange) { Check(exchange); },
+      std::move(collective));
+}
+
 const RecordExchange* Agreement::ExchangeOf(const Operation& operation) {
-  const Collective* const first = operation.stages.front().collective.get();
-  if (const auto* const both = dynamic_cast<const CheckedCollective*>(first)) return &both->exchange();
-  return static_cast<const RecordExchange*>(first);
+  return static_cast<const RecordExchange*>(operation.stages.front().collective.get());
 }
 
 std::optional<int> Agreement::Missing(const Operation& operation) {
@@ -31,9 +46,13 @@ const Record* Agreement::Unanswered() { return order_.empty() ? network_.EarlyRe
 
 const RecordExchange& Agreement::Checked(const Operation& operation) {
   const RecordExchange& exchange = *ExchangeOf(operation);
+  Check(exchange);
+  return exchange;
+}
+
+void Agreement::Check(const RecordExchange& exchange) {
   exchange.CheckAgreement();
   requests_ = exchange.requests();
-  return exchange;
 }
 
 }  // namespace hvpipe

@@ -24,12 +24,17 @@ class Agreement {
   Agreement& operator=(const Agreement&) = delete;
 
   // Make a control exchange the first stage of `operation`. `signature` must be equal on all ranks.
-  // With `beside`, its collective runs at the same time.
-  void AddStage(Operation& operation, double samples, std::uint64_t signature, const std::string& shown = "",
-                const Operation::MakeCollective& beside = nullptr);
+  void AddStage(Operation& operation, double samples, std::uint64_t signature, const std::string& shown = "");
   // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
   // differ.
   const RecordExchange& Checked(const Operation& operation);
+
+  // Make `collective`, and beside it an exchange that checks that all ranks are at `what`, the first stage of
+  // `operation`.
+  void AddStageBeside(Operation& operation, Operation::MakeCollective collective);
+  // The same as a single collective, for an operation of this sequence number with no other under way.
+  std::unique_ptr<Collective> MakeBeside(const std::string& what, std::uint64_t sequence,
+                                         std::unique_ptr<Collective> collective);
 
   // Let this rank's records carry these bits from now on.
   void SetRequests(std::uint64_t bits) { own_requests_ = bits; }
@@ -45,6 +50,7 @@ class Agreement {
 
  private:
   static const RecordExchange* ExchangeOf(const Operation& operation);
+  void Check(const RecordExchange& exchange);
 
   Network& network_;
   OrderQueue order_;

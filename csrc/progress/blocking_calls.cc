@@ -51,16 +51,20 @@ std::optional<int> BlockingCalls::OwnTag(const std::string& what, const Transpor
 void BlockingCalls::AllReduceChecked(const void* in, void* out, std::size_t count, DType dtype, double scale,
                                      const std::string& what, int tag, Transport& ring,
                                      const Interrupt& interrupt) {
-  auto operation = MakeOperation(what);
-  operation->traced = "reduce";
-  agreement_.AddStage(*operation, 0, Hash(what), "", [&](const Operation&) {
+  const auto all_reduce = [&](const Operation&) {
     return route_.MakeAllReduce(ring, in, out, count, dtype, tag);
-  });
-  operation->check = [&](Operation& done) {
-    (void)agreement_.Checked(done);
-    Scale(out, dtype, count, scale);
   };
-  progress_.Run(operation, interrupt);
+  const auto make = [&](std::uint64_t sequence) {
+    return agreement_.MakeBeside(what, sequence, route_.MakeAllReduce(ring, in, out, count, dtype, tag));
+  };
+  const auto queued = [&] {
+    auto operation = MakeOperation(what);
+    operation->traced = "reduce";
+    agreement_.AddStageBeside(*operation, all_reduce);
+    return operation;
+  };
+  progress_.RunBrief(std::ref(make), std::ref(queued), interrupt, true);
+  Scale(out, dtype, count, scale);
 }
 
 void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
@@ -105,7 +109,7 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
     return route_.MakeSharedReduce(OperationTagOf(what, sequence), buffers, dtype, scale,
                                    SharedMemoryReduce::Result::kAll);
   };
-  progress_.RunBrief(std::ref(make), std::ref(queued), std::ref(watched));
+  progress_.RunBrief(std::ref(make), std::ref(queued), std::ref(watched), false);
 }
 
 // Throw if a rank waits in shared memory for this one, which leaves: only so does this one learn of it.

@@ -3,6 +3,9 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
+
+#include "collectives/algorithm.h"
 
 namespace hvpipe {
 
@@ -14,7 +17,8 @@ struct EngineOptions {
   std::size_t segment_bytes = 60'000;   // largest ring message; jobs set it by MPI's eager limit
   int messages_in_flight = 8;           // ring messages that this rank may have under way
   std::size_t slot_bytes = 256 * 1024;  // of the shared-memory window
-  bool shared_memory = true;            // false: ranks of one host use the ring as well
+  bool shared_memory = true;            // false: ranks of one host use the network as well
+  std::vector<AlgorithmRow> algorithms;  // of all-reduces over the network; empty: the engine chooses
   int ranks_per_host = 0;  // > 0: pretend that each group of this many ranks is a host (for tests)
   bool trace = false;
   double stall_warn_s = 0;   // report a longer wait; 0: none

@@ -38,7 +38,7 @@ std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, const void*
   const auto butterfly = [&](std::vector<ButterflyStep> steps) {
     return std::make_unique<ButterflyAllReduce>(ranks, counters_, in, out, dtype, std::move(steps), options);
   };
-  switch (AlgorithmFor(ranks.size(), count * SizeOf(dtype))) {
+  switch (AlgorithmFor(ranks.size(), count * SizeOf(dtype), ranks.most_at_once(), options_.algorithms)) {
     case Algorithm::kDoubling:
       return butterfly(DoublingSteps(ranks.rank(), ranks.size(), count));
     case Algorithm::kHalving:

@@ -74,9 +74,11 @@ class Progress {
 
   // Run an operation of one stage. If nothing else is under way and all peers are present, only `make` is
   // called and the collective ends within microseconds; creating, queueing and ending an operation would take
-  // as long again. Otherwise `operation` is called and enqueued as in Run.
+  // as long again. Otherwise `operation` is called and enqueued as in Run. `over_network`: the collective
+  // needs Options::begin_pass between its steps.
   void RunBrief(const std::function<std::unique_ptr<Collective>(std::uint64_t sequence)>& make,
-                const std::function<std::shared_ptr<Operation>()>& operation, const Interrupt& interrupt);
+                const std::function<std::shared_ptr<Operation>()>& operation, const Interrupt& interrupt,
+                bool over_network);
 
   // Make one pass on the calling thread, unless another thread drives. A sender's message then reaches the
   // network before the sender computes on, instead of waiting until the progress thread gets a core.

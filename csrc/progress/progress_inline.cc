@@ -11,6 +11,7 @@ namespace {
 
 constexpr double kInterruptCheckS = 0.05;
 constexpr int kBriefSpins = 1000;  // looks at the peers, some 30 ns each
+constexpr int kBriefYields = 100;  // the same where ranks share cores
 
 Error CauseOf(const std::exception_ptr& interrupted, const std::string& what) {
   try {
@@ -89,7 +90,7 @@ void Progress::Adopt(const std::shared_ptr<Operation>& operation, std::unique_pt
 
 void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uint64_t sequence)>& make,
                         const std::function<std::shared_ptr<Operation>()>& operation,
-                        const Interrupt& interrupt) {
+                        const Interrupt& interrupt, bool over_network) {
   if (log_.enabled()) return Run(operation(), interrupt);
   std::unique_lock<std::mutex> drive(drive_mutex_, std::try_to_lock);
   std::uint64_t sequence = 0;
@@ -111,8 +112,12 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
   try {
     collective = make(sequence);
     collective->Step();
-    for (int left = options_.spins == 0 ? 0 : kBriefSpins; left > 0 && !collective->done(); --left) {
-      Relax();
+    const double now = over_network ? Now() : 0;
+    const bool shares_core = options_.spins == 0;
+    const int most = !shares_core ? kBriefSpins : over_network ? kBriefYields : 0;
+    for (int left = most; left > 0 && !collective->done(); --left) {
+      shares_core ? std::this_thread::yield() : Relax();
+      if (over_network) (void)options_.begin_pass(now);
       collective->Step();
     }
     if (!collective->done()) {

@@ -65,9 +65,12 @@ Ticket MpiTransport::Irecv(void* data, std::size_t bytes, int peer, int tag) {
 
 void MpiTransport::Poll() {
   if (free_.size() == requests_.size()) return;
+  // Open MPI looks at the requests before it moves messages, so a second call sees what the first one moved.
   int count = 0;
-  HVPIPE_MPI(MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count, completed_.data(),
-                          MPI_STATUSES_IGNORE));
+  for (int looks = 0; looks < 2 && count == 0; ++looks) {
+    HVPIPE_MPI(MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count, completed_.data(),
+                            MPI_STATUSES_IGNORE));
+  }
   if (count == MPI_UNDEFINED) return;
   for (int i = 0; i < count; ++i) {
     done_[static_cast<std::size_t>(completed_[static_cast<std::size_t>(i)])] = 1;

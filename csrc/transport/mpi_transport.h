@@ -25,6 +25,7 @@ class MpiTransport : public Transport {
   void Poll() override;
   bool Test(Ticket ticket) override;
   bool Probe(int peer, int tag) override;
+  std::size_t most_at_once() const override { return 1 << 20; }
   int most_tag() const override { return most_tag_; }
   void Free() override;
 

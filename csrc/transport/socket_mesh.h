@@ -173,6 +173,7 @@ class SocketTransport : public Transport {
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override {
     return mesh_.Receive(data, bytes, RankInJob(peer), channel_, tag);
   }
+  std::size_t most_at_once() const override { return 240'000; }
   int most_tag() const override { return std::numeric_limits<std::int32_t>::max(); }
   void Poll() override { mesh_.Poll(); }
   bool Test(Ticket ticket) override { return mesh_.Test(ticket); }

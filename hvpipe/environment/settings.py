@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +21,8 @@ Nonfinite = Literal["raise", "skip", "ignore"]
 NONFINITE: tuple[Nonfinite, ...] = ("raise", "skip", "ignore")
 LrScaling = Literal["none", "linear", "sqrt"]
 LR_SCALINGS: tuple[LrScaling, ...] = ("none", "linear", "sqrt")
+ALGORITHMS = ("doubling", "halving", "ring")
+"""Of all-reduces over the network: csrc/collectives/algorithm.h."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SHUTDOWN_S = 3600.0
 _Choice = TypeVar("_Choice", bound=str)
@@ -49,6 +52,7 @@ class Settings:
     messages_in_flight: int = 8
     ranks_per_host: int = 0
     shared_memory: bool = True
+    algorithms: tuple[tuple[str, int], ...] = ()  # of all-reduces, with the largest array in bytes; 0: any
     summary: bool = False
     nccl_library: str = ""  # "": look for it; "none": send data on GPUs through the host
     device_library: str = ""  # "": hvpipe's own for CUDA
@@ -104,10 +108,11 @@ class Settings:
         """
         return {
             "timeout_s": self.engine_timeout_s,
-            "first_step_timeout_s": self.engine_first_step_s,
+            "first_steps_timeout_s": self.engine_first_step_s,
             "segment_bytes": self.segment_bytes or usual_segment_bytes,
             "messages_in_flight": self.messages_in_flight,
             "slot_bytes": self.slot_bytes,
+            "algorithms": self.algorithms,
             "trace": self.trace_path is not None,
             "stall_warn_s": self.engine_stall_s,
             "flight_path": self.flight_path,
@@ -138,6 +143,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_MESSAGES_IN_FLIGHT | how many ring messages may be under way |
     | HVPIPE_RANKS_PER_HOST | for tests: pretend that N ranks share a host |
     | HVPIPE_SHARED_MEMORY | 0 or 1 |
+    | HVPIPE_ALL_REDUCE | algorithms between hosts, each but the last with its largest array in bytes |
     | HVPIPE_NCCL_LIBRARY | a path, or "none" to send data on GPUs through the host |
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_VERIFY | after how many steps data_parallel compares weights over ranks |
@@ -190,6 +196,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         messages_in_flight=_number(env, "HVPIPE_MESSAGES_IN_FLIGHT", "messages", default.messages_in_flight),
         ranks_per_host=_number(env, "HVPIPE_RANKS_PER_HOST", "ranks", default.ranks_per_host),
         shared_memory=_switch(env, "HVPIPE_SHARED_MEMORY", default.shared_memory),
+        algorithms=_algorithms(env),
         summary=summary,
         nccl_library=env.get("HVPIPE_NCCL_LIBRARY", ""),
         device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
@@ -321,6 +328,20 @@ def _number(env: Mapping[str, str], name: str, unit: str, default: int) -> int:
     if value < 1:
         raise _bad(name, f"a positive number of {unit}", text)
     return value
+
+
+def _algorithms(env: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+    text = env.get("HVPIPE_ALL_REDUCE")
+    if not text:
+        return ()
+    *limited, last = (part.partition(":") for part in text.split(","))
+    named = all(name in ALGORITHMS for name, _, _ in (*limited, last))
+    sizes = [int(size) if size.isdecimal() else 0 for _, _, size in limited]
+    if not named or last[1] or any(b <= a for a, b in pairwise((0, *sizes))):
+        names = ", ".join(ALGORITHMS)
+        wanted = f"one of {names}, or several with growing sizes in bytes, as doubling:65536,ring"
+        raise _bad("HVPIPE_ALL_REDUCE", wanted, text)
+    return (*((name, size) for (name, _, _), size in zip(limited, sizes, strict=True)), (last[0], 0))
 
 
 def _stall_warn(env: Mapping[str, str], default: float) -> float:
