@@ -59,16 +59,25 @@ def reducible_dtype(array: Array) -> str:
 
 def check_output(out: Array, source: Array) -> Array:
     """Return `out` if the result for `source` fits in it; raise HvpipeError if not."""
-    wanted = f"out should be a writable C-contiguous {source.dtype}{list(source.shape)}"
+    if isinstance(out, np.ndarray) and out.shape == source.shape and out.dtype == source.dtype:
+        flags = out.flags
+        if flags.c_contiguous and flags.aligned and flags.writeable:
+            return out
+    # Only now, since the text takes longer to make than a small array to reduce.
+    raise HvpipeError(
+        f"out should be a writable C-contiguous {source.dtype}{list(source.shape)}. "
+        f"Received: {_unlike(out, source)}"
+    )
+
+
+def _unlike(out: Any, source: Array) -> str:
     if not isinstance(out, np.ndarray):
-        raise HvpipeError(f"{wanted}. Received: {type(out).__name__}")
+        return type(out).__name__
     if out.shape != source.shape or out.dtype != source.dtype:
-        raise HvpipeError(f"{wanted}. Received: {out.dtype}{list(out.shape)}")
-    if not (_is_plain(out) and out.flags.writeable):
-        how = "read-only" if out.flags.c_contiguous else "not C-contiguous"
-        how = how if out.flags.aligned else "not aligned"
-        raise HvpipeError(f"{wanted}. Received: an array that is {how}")
-    return out
+        return f"{out.dtype}{list(out.shape)}"
+    if not out.flags.c_contiguous:
+        return "an array that is not C-contiguous"
+    return "an array that is " + ("read-only" if out.flags.aligned else "not aligned")
 
 
 def as_bytes(array: Array) -> Array:
