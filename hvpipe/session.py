@@ -252,8 +252,9 @@ class Session:
 
     def _end_communication(self) -> None:
         self.engine.lose_ranks(
-            "Only `fit` can continue after ranks are lost, with data_parallel, or with pipeline_parallel and "
-            f"hk.Checkpoint. Received: {self.lost}"
+            "Only `fit` continues after ranks are lost, with data_parallel, or with pipeline_parallel and "
+            "hk.Checkpoint. Collectives that a script or a callback calls end with this error. "
+            f"Received: {self.lost}"
         )
 
     def warn_without_checks(self, what: str) -> None:

@@ -277,6 +277,25 @@ def test_a_rank_is_lost_when_the_others_have_nothing_left_to_do(tmp_path: Path) 
     assert "rank 1 of 3 was lost in shutdown" in result.output
 
 
+@pytest.mark.parametrize(
+    "call", ["hvpipe.allreduce(np.ones(9))", "current().named_calls().barrier('late', 0)"]
+)
+def test_a_call_during_which_a_rank_is_lost_names_it(call: str, tmp_path: Path) -> None:
+    """Regression: under --elastic it ended with MPI's own error, which names neither rank nor call."""
+    script = """
+from hvpipe.session import current
+current().named_calls().barrier("all", 0)
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+try: CALL
+except hvpipe.PeerError as error: print("ENDED", error, flush=True)
+"""
+    command = [sys.executable, "-m", "hvpipe", "run", "--elastic", "-np", "3"]
+    path = write(tmp_path, INIT + script.replace("CALL", call))
+    result = run([*command, str(path)], limit_s=LIMIT_S)
+    ended = re.findall("ENDED Only `fit` continues .*(?:rank 1|a rank) of 3 was lost", result.output)
+    assert len(ended) == 2, result.describe()
+
+
 @pytest.mark.parametrize("call", ["hvpipe.allreduce(np.ones(9))", "by_name()"])
 def test_a_job_that_is_suspended_goes_on(call: str, tmp_path: Path) -> None:
     """As by `scontrol suspend`. Regression: the first rank that ran again found that nothing had moved."""

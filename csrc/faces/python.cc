@@ -133,7 +133,7 @@ void TranslateError(const std::exception_ptr& pointer, void* /*payload*/) {
     const char* name = "HvpipeError";
     if (error.kind() == ErrorKind::kMismatch) name = "MismatchError";
     if (error.kind() == ErrorKind::kDeadline) name = "DeadlineError";
-    if (error.kind() == ErrorKind::kPeer) name = "PeerError";
+    if (error.kind() == ErrorKind::kPeer || error.kind() == ErrorKind::kLost) name = "PeerError";
     const nb::object type = nb::module_::import_("hvpipe.errors").attr(name);
     PyErr_SetString(type.ptr(), error.what());
   }

@@ -33,6 +33,7 @@ absl::Status ToStatus(const Error& error) {
     case ErrorKind::kDeadline:
       return absl::DeadlineExceededError(error.what());
     case ErrorKind::kPeer:
+    case ErrorKind::kLost:
       return absl::UnavailableError(error.what());
     default:
       return absl::InvalidArgumentError(error.what());

@@ -31,6 +31,7 @@ absl::Status ErrorStatus(const Error& error) {
     case ErrorKind::kMismatch:
       return absl::FailedPreconditionError(error.what());
     case ErrorKind::kPeer:
+    case ErrorKind::kLost:
       return absl::UnavailableError(error.what());
     case ErrorKind::kInternal:
     case ErrorKind::kUsage:

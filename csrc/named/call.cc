@@ -44,6 +44,7 @@ std::string Request::Described() const {
   if (kind == Kind::kBroadcast) text += " from rank " + std::to_string(root);
   if (kind == Kind::kRemoveSet) return text + " " + std::to_string(root);
   if (kind == Kind::kAddSet) {
+    if (splits.empty()) text += " of no rank";
     for (std::size_t i = 0; i < splits.size(); ++i) {
       text += (i == 0 ? " of ranks " : ", ") + std::to_string(splits[i]);
     }

@@ -20,8 +20,10 @@ std::string Check(Request& request, const std::vector<int>& ranks, int rank) {
   }
   if (!request.refused.empty()) return request.refused;
   if (request.kind == Kind::kBroadcast && !std::binary_search(ranks.begin(), ranks.end(), request.root)) {
-    return "root_rank should be a rank of the process set. Received: root_rank=" +
-           std::to_string(request.root);
+    std::string all;
+    for (const int one : ranks) all += (all.empty() ? "" : ", ") + std::to_string(one);
+    return "root_rank should be a rank of the process set, " + all +
+           ". Received: root_rank=" + std::to_string(request.root);
   }
   if (request.op == ReduceOp::kAdasum && (members & (members - 1)) != 0) {
     return "Adasum should run on 2, 4, 8, ... ranks. Received: " + std::to_string(members) + " ranks";

@@ -159,7 +159,8 @@ std::string Coordinator::ProblemWithJoined(const Request& request, const std::ve
   if (sums || request.kind == Kind::kBarrier || request.kind == Kind::kJoin) return "";
   for (const int member : members) {
     if (!Joined(member)) continue;
-    return request.Described() + ": a rank that has joined can only take part in an allreduce by sum or " +
+    return request.Described() + " named " + request.name +
+           ": a rank that has joined can only take part in an allreduce by sum or " +
            "average, because it adds zeros. Received: rank " + std::to_string(member) + " has joined";
   }
   return "";

@@ -17,6 +17,9 @@ namespace {
 constexpr double kDeadlineCheckS = 0.1;
 // The thread naps for milliseconds. If it was away for longer than this, the process had been stopped.
 constexpr double kStoppedS = 2;
+// MPI says that a rank was lost. Whoever watches for lost ranks names them moments later, by Fail.
+constexpr double kNamesLostS = 2;
+constexpr double kNamesNapS = 1e-3;
 
 // Ask Linux (6.12 and later) for short time slices. In exchange the thread need not wait for the end of a
 // computing thread's long slice each time it wakes. If Linux refuses, the thread only wakes later.
@@ -214,6 +217,7 @@ Progress::PassResult Progress::Pass() {
   PassResult result;
   if (!TakeInbox()) return result;
   const double now = Now();
+  if (lost_) return AwaitNames(now);
   ForgiveStop(now);
   const bool check_deadlines = now >= next_deadline_check_s_;
   if (check_deadlines) next_deadline_check_s_ = now + kDeadlineCheckS;
@@ -241,8 +245,14 @@ Progress::PassResult Progress::Pass() {
     }
     if (check_deadlines && options_.stall_s > 0) TellStall(now);
   } catch (const std::exception& failure) {
-    FailAll(ErrorOf(failure));
-    return {};
+    const Error error = ErrorOf(failure);
+    if (error.kind() != ErrorKind::kLost) {
+      FailAll(error);
+      return {};
+    }
+    lost_ = error;
+    lost_s_ = now;
+    return AwaitNames(now);
   }
   const auto ended = [&](const std::shared_ptr<Operation>& operation) {
     if (!operation->ended_) return false;
@@ -262,6 +272,18 @@ Progress::PassResult Progress::Pass() {
   idle_passes_ = result.moved || result.nap_s == 0 ? 0 : idle_passes_ + 1;
   result.waiting |= result.watches;
   if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
+  return result;
+}
+
+// Move nothing any more.
+Progress::PassResult Progress::AwaitNames(double now) {
+  PassResult result;
+  if (now - lost_s_ > kNamesLostS) {
+    FailAll(*lost_);
+    return result;
+  }
+  result.waiting = true;
+  result.nap_s = result.most_nap_s = kNamesNapS;
   return result;
 }
 

@@ -142,6 +142,7 @@ class Progress {
   bool StepOne(Operation& operation, double now);
   bool Blocked(const Operation& operation) const;
   void ForgiveStop(double now);
+  PassResult AwaitNames(double now);
   // progress_waits.cc
   void CheckDeadline(const Operation& operation, double waited_s) const;
   void TellStall(double now);
@@ -174,7 +175,9 @@ class Progress {
   std::vector<std::shared_ptr<Operation>> active_;  // by priority, then by sequence
   std::vector<std::shared_ptr<Operation>> failed_;  // kept: MPI requests in flight still use their buffers
   std::vector<Finished> finished_;
-  bool failing_ = false;  // options_.failed must be called
+  bool failing_ = false;       // options_.failed must be called
+  std::optional<Error> lost_;  // of a lost rank: the engine fails with it unless Fail comes first
+  double lost_s_ = 0;          // when that was
   double next_deadline_check_s_ = 0;
   int idle_passes_ = 0;
   double moved_s_ = 0;

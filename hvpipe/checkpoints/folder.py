@@ -48,6 +48,13 @@ _locks: dict[Path, int] = {}  # open files of locks that this process holds
 _NAME = re.compile(r"(\d{10})-([0-9a-f]{6})")
 
 
+def folder_path(folder: object) -> Path:
+    """Return the path that a user gives for a folder; raise HvpipeError for none."""
+    if isinstance(folder, (str, os.PathLike)) and os.fspath(folder):
+        return Path(folder)
+    raise HvpipeError(f"folder should be the path of a folder. Received: folder={folder!r}")
+
+
 def name_of(step: int, run: str) -> str:
     """Return the name of a checkpoint: its step, and the start of the job (6 hex digits) that writes it."""
     return f"{step:010d}-{run}"

@@ -71,7 +71,10 @@ def _reduction(
     name = OP_NAMES[chosen]
     # Horovod raises the same errors.
     if name == "adasum" and process_set.process_set_id != 0:
-        raise NotImplementedError("Adasum works on all ranks, not on a process set.")
+        number = process_set.process_set_id
+        raise NotImplementedError(
+            f"Adasum works on all ranks, not on a process set. Received: process set {number}"
+        )
     if name == "adasum" and not check_num_rank_power_of_2(size()):
         raise NotImplementedError(f"Adasum needs 2, 4, 8, ... ranks. Received: {size()} ranks")
     return _tensors.Reduction(name, prescale_factor, postscale_factor, compression, process_set)
@@ -129,6 +132,12 @@ def allreduce(
     return _tensors.allreduce(tensor, how, name)
 
 
+def _listed(tensors: Any) -> list[Any]:
+    if isinstance(tensors, (list, tuple)):
+        return list(tensors)
+    raise ValueError(f"tensors should be a list of tensors. Received: {type(tensors).__name__}")
+
+
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -143,8 +152,8 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce several tensors together. Arguments and errors are those of `allreduce`."""
-    if not tensors:
-        return list(tensors)
+    if not (tensors := _listed(tensors)):
+        return []
     how = _reduction(op, average, compression, prescale_factor, postscale_factor, process_set)
     return _tensors.grouped_allreduce(tensors, how, name)
 
@@ -302,8 +311,8 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce several tensors, and give each rank its part of their first axes."""
-    if not tensors:
-        return list(tensors)
+    if not (tensors := _listed(tensors)):
+        return []
     how = _reduction(op, None, compression, prescale_factor, postscale_factor, process_set)
     return _tensors.grouped_reducescatter(tensors, how, name)
 

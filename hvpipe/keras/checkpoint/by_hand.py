@@ -39,7 +39,7 @@ def save_checkpoint(
     Raises:
         HvpipeError: Writing failed. Raised on all ranks; the old checkpoint is still there.
     """
-    path, rank = Path(folder), session.world.rank
+    path, rank = folders.folder_path(folder), session.world.rank
     what = f"saving a checkpoint in {path}"
     save = session.engine.broadcast_object(secrets.token_hex(3), "saving a checkpoint")
     on_all_ranks(session, what, lambda: _make(path) if rank == 0 else None)
@@ -69,7 +69,7 @@ def load_checkpoint(
         HvpipeError: The checkpoint is incomplete, or of another model or optimizer. Raised on all ranks,
             before anything has changed.
     """
-    path, world = Path(folder), session.world
+    path, world = folders.folder_path(folder), session.world
     what = f"loading the checkpoint in {path}"
 
     def check() -> Manifest:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from hvpipe.checkpoints.every import parse_every
+from hvpipe.checkpoints.folder import folder_path
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.checkpointed_fit import CheckpointedFit, CheckpointOptions
 from hvpipe.keras.checkpoint.state_of import training_state
@@ -56,8 +57,8 @@ class Checkpoint(keras.callbacks.Callback):
     def __init__(self, folder: str | os.PathLike[str], every: int | str = "10min", keep: int = 3) -> None:
         super().__init__()
         if not isinstance(keep, int) or keep < 1:
-            raise HvpipeError(f"keep should be at least 1. Received: keep={keep!r}")
-        self._options = CheckpointOptions(Path(folder), parse_every(every), keep)
+            raise HvpipeError(f"keep should be a whole number of at least 1. Received: keep={keep!r}")
+        self._options = CheckpointOptions(folder_path(folder), parse_every(every), keep)
         self._running = _Running()
         self.at_epoch_ends = _AtEpochEnds(self._running, self._options.folder)
 

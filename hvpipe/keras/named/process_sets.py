@@ -188,7 +188,7 @@ def _of_every_part(process_set: ProcessSet, mine: Any) -> list[Any]:
     If any rank has made its set from a list of ranks, return only this rank's.
     """
     given = current().engine.allgather_object(
-        (mine, process_set.mpi_comm is not None), "adding or removing a process set"
+        (mine, process_set.mpi_comm is not None), "add_process_set or remove_process_set"
     )
     if not all(from_communicator for _, from_communicator in given):
         return [mine]

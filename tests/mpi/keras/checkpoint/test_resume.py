@@ -482,6 +482,10 @@ def test_errors(tmp_path: Path) -> None:
     folder = shared(tmp_path)
     with pytest.raises(hvpipe.HvpipeError, match="Received: keep=0"):
         hk.Checkpoint(folder, keep=0)
+    with pytest.raises(hvpipe.HvpipeError, match=r"a whole number of at least 1\. Received: keep=1\.5"):
+        hk.Checkpoint(folder, keep=1.5)  # type: ignore[arg-type]
+    with pytest.raises(hvpipe.HvpipeError, match=r"path of a folder\. Received: folder=''"):
+        hk.Checkpoint("")
     with pytest.raises(hvpipe.HvpipeError, match="Received: every='soon'"):
         hk.Checkpoint(folder, every="soon")
     plain = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(CLASSES)])

@@ -512,7 +512,7 @@ def test_process_sets() -> None:
         sent = tf.fill([len(chosen)], rank)
         np.testing.assert_array_equal(hvd.alltoall(sent, process_set=part), chosen)
         assert hvd.allgather_object(rank, process_set=part) == chosen
-        with pytest.raises(tf.errors.InvalidArgumentError, match="root_rank=99"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"of the process set, .*root_rank=99"):
             hvd.broadcast(tf.constant(1), 99, process_set=part)
     else:
         with pytest.raises(tf.errors.InvalidArgumentError, match="no member"):
@@ -579,7 +579,7 @@ def test_ranks_with_less_data_join() -> None:
         total = hvd.allreduce(tf.ones([3]), op=hvd.Sum, name="joining")
         np.testing.assert_array_equal(total, np.full(3, size - turn))
     if rank == size - 1 and size > 1:
-        with pytest.raises(tf.errors.FailedPreconditionError, match="has joined"):
+        with pytest.raises(tf.errors.FailedPreconditionError, match=r"named .*not_with_join: .*has joined"):
             hvd.allgather(tf.ones([1]), name="not_with_join")
     last = hvd.join()
     assert (last.dtype, last.numpy()) == (tf.int32, size - 1)

@@ -53,6 +53,10 @@ def test_the_communicator_that_init_is_given() -> None:
         hvd.global_process_set.mpi_comm = None
     with pytest.raises(ValueError, match=r"comm should be None, a list of ranks or an mpi4py.* comm=5"):
         hvd.init(comm=5)
+    with pytest.raises(ValueError, match="add_process_set of no rank"):
+        hvd.add_process_set([])
+    with pytest.raises(ValueError, match=r"a list of tensors\. Received: ndarray"):
+        hvd.grouped_allreduce(np.ones(3))
     reverse = MPI.COMM_WORLD.Split(0, -hvd.rank())
     if hvd.size() > 1:
         with pytest.raises(HvpipeError, match=r"all ranks.*of ranks \["):
