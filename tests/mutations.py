@@ -235,17 +235,28 @@ KERAS = (
 )
 
 RING = (("HVPIPE_SHARED_MEMORY", "0"),)
+ALL_REDUCES = "tests/csrc/collectives/test_all_reduces.py"
 ENGINE = (
     Mutation(
         "ring: what arrives is not added",
         *(
             "csrc",
-            "      AddInto(buffer_ + segment.first * element, receive.scratch, dtype_, segment.count);",
+            "      SumInto(sum, parts, 2, dtype_, segment.count);",
             "",
         ),
         (f"{IN_ENGINE}/test_all_reduce.py",),
         ranks=2,
         env=RING,
+    ),
+    Mutation(
+        "butterfly: what is being sent is overwritten",
+        *("csrc", "&& sent_ < sends_.size();", "&& false;"),
+        (ALL_REDUCES,),
+    ),
+    Mutation(
+        "butterfly: the pairs of other than a power of two get no result",
+        *("csrc", "if (places.Takes(rank)) steps.push_back({rank + 1, whole, nothing, false});", ""),
+        (ALL_REDUCES,),
     ),
     Mutation(
         "ring: chunks are sent in the order of another rank",

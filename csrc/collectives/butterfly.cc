@@ -148,7 +148,8 @@ bool ButterflyAllReduce::Finish() {
     ++sent_;
     moved = true;
   }
-  const bool waits = step.adds && mine_ == out_ && step.sent.first == step.received.first && sent_ < sends_.size();
+  const bool waits =
+      step.adds && mine_ == out_ && step.sent.first == step.received.first && sent_ < sends_.size();
   while (!waits && received_ < receives_.size() && transport_.Test(receives_[received_])) {
     const Range part = Segment(step.received, receives_.size(), received_);
     counters_.network_bytes_received += part.count * element_;
@@ -166,10 +167,15 @@ bool ButterflyAllReduce::Finish() {
 }
 
 std::string ButterflyAllReduce::Waiting() const {
-  const std::string rank = "rank " + std::to_string(transport_.RankInJob(steps_[at_].peer));
+  const int peer = steps_[at_].peer;
+  const std::string rank = "rank " + std::to_string(transport_.RankInJob(peer));
   const std::string step = "step " + std::to_string(at_ + 1) + " of " + std::to_string(steps_.size());
-  return received_ < receives_.size() ? step + " of an all-reduce from " + rank
-                                      : rank + " to take " + step + " of an all-reduce";
+  if (received_ == receives_.size()) return rank + " to take " + step + " of this all-reduce";
+  const Places places(transport_.size());
+  // A rank that takes the array of another one first may itself wait.
+  const bool sends_first = !places.Takes(peer) || places.HandsOver(transport_.rank());
+  if (at_ == 0 && received_ == 0 && sends_first) return rank + " to reach this all-reduce";
+  return rank + " to send " + step + " of this all-reduce";
 }
 
 }  // namespace hvpipe

@@ -31,8 +31,8 @@ std::vector<ButterflyStep> DoublingSteps(int rank, int ranks, std::size_t count)
 // few bytes as a ring (Rabenseifner, "Optimization of collective reduction operations", 2004).
 std::vector<ButterflyStep> HalvingSteps(int rank, int ranks, std::size_t count);
 
-// Sums `in` into `out`, which may be `in`, by one step after the other. Both of a pair add in the order of ranks, so all ranks end with
-// the same bits. A half type is added in float32 and rounded at each step.
+// Sums `in` into `out`, which may be `in`, by one step after the other. Both of a pair add in the order of
+// ranks, so all ranks end with the same bits. A half type is added in float32 and rounded at each step.
 //
 // Threads: as Collective.
 class ButterflyAllReduce : public Collective {

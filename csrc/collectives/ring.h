@@ -14,10 +14,10 @@
 
 namespace hvpipe {
 
-// Reduce-scatter, then all-gather, each in size - 1 steps around the ring, from `in` to `out`, which may be `in` (Patarasuk and Yuan,
-// "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). The ranks that a chunk
-// passes sum it in one fixed order, so all ranks end with the same bits. A half type is added in float32 and
-// rounded to the wire type at each hop.
+// Reduce-scatter, then all-gather, each in size - 1 steps around the ring, from `in` to `out`, which may be
+// `in` (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+// The ranks that a chunk passes sum it in one fixed order, so all ranks end with the same bits. A half type
+// is added in float32 and rounded to the wire type at each hop.
 //
 // Ranks reach a bucket at different times. Each rank signals its left neighbour when it is ready, and a rank
 // sends data only after this signal. Otherwise a rank that is ahead would spend its sends in flight on

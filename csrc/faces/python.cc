@@ -148,8 +148,7 @@ void BindEngine(EngineClass& engine) {
   topology("local_rank", &Topology::local_rank);
   topology("local_size", &Topology::local_size);
   topology("hosts", &Topology::hosts);
-  engine
-      .def_static("create", &MakeEngine, nb::arg("fortran_handle"), nb::arg("options"))
+  engine.def_static("create", &MakeEngine, nb::arg("fortran_handle"), nb::arg("options"))
       .def_static("create_over_sockets", &MakeEngineOverSockets, nb::arg("mesh"), nb::arg("hosts"),
                   nb::arg("shared_file"), nb::arg("options"))
       .def(

@@ -17,11 +17,9 @@ void Agreement::AddStage(Operation& operation, double samples, std::uint64_t sig
 }
 
 void Agreement::AddStageBeside(Operation& operation, Operation::MakeCollective collective) {
-  operation.AddStage(
-      [this, collective = std::move(collective)](const Operation& op) {
-        return MakeBeside(op.what, op.sequence(), collective(op));
-      },
-      &order_);
+  operation.AddStage([this, collective = std::move(collective)](
+                         const Operation& op) { return MakeBeside(op.what, op.sequence(), collective(op)); },
+                     &order_);
 }
 
 std::unique_ptr<Collective> Agreement::MakeBeside(const std::string& what, std::uint64_t sequence,

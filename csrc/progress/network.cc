@@ -22,8 +22,8 @@ bool Network::crowded() const {
   return static_cast<unsigned>(topology_.local_size) > std::thread::hardware_concurrency();
 }
 
-std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, const void* in, void* out,
-                                              std::size_t count, DType dtype, int tag, bool only_gather) {
+std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, const void* in, void* out, std::size_t count,
+                                              DType dtype, int tag, bool only_gather) {
   RingAllReduce::Options ring;
   ring.segment_bytes = options_.segment_bytes;
   ring.receives_in_flight = options_.messages_in_flight;

@@ -58,12 +58,13 @@ class Network {
   SharedWindow* reduce_window() const { return reduce_window_.get(); }
   // Broadcasts from the first rank of this host. Null unless there are several hosts and a reduce window.
   SharedWindow* broadcast_window() const { return broadcast_window_.get(); }
-  // An all-reduce among `ranks` from `in` to `out`, which may be `in`, by the algorithm that fits their number and the size.
+  // An all-reduce among `ranks` from `in` to `out`, which may be `in`, by the algorithm that fits their
+  // number and the size.
   std::unique_ptr<Collective> MakeAllReduce(Transport& ranks, const void* in, void* out, std::size_t count,
                                             DType dtype, int tag);
   // The ring, or the all-gather of RingAllReduce::Options.
-  std::unique_ptr<Collective> MakeRing(Transport& ranks, const void* in, void* out, std::size_t count, DType dtype,
-                                       int tag, bool only_gather = false);
+  std::unique_ptr<Collective> MakeRing(Transport& ranks, const void* in, void* out, std::size_t count,
+                                       DType dtype, int tag, bool only_gather = false);
 
   // Between all ranks. `tag` tells collectives apart that are under way at the same time.
   std::unique_ptr<RecordExchange> MakeExchange(const Record& mine);

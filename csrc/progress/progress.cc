@@ -250,8 +250,7 @@ Progress::PassResult Progress::Pass() {
       FailAll(error);
       return {};
     }
-    lost_ = error;
-    lost_s_ = now;
+    AwaitNames(error);
     return AwaitNames(now);
   }
   const auto ended = [&](const std::shared_ptr<Operation>& operation) {
@@ -273,6 +272,11 @@ Progress::PassResult Progress::Pass() {
   result.waiting |= result.watches;
   if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
   return result;
+}
+
+void Progress::AwaitNames(const Error& error) {
+  lost_ = error;
+  lost_s_ = Now();
 }
 
 // Move nothing any more.

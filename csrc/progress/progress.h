@@ -142,6 +142,7 @@ class Progress {
   bool StepOne(Operation& operation, double now);
   bool Blocked(const Operation& operation) const;
   void ForgiveStop(double now);
+  void AwaitNames(const Error& error);
   PassResult AwaitNames(double now);
   // progress_waits.cc
   void CheckDeadline(const Operation& operation, double waited_s) const;

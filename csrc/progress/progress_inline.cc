@@ -120,7 +120,12 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
       if (over_network) (void)options_.begin_pass(now);
       collective->Step();
     }
-    if (!collective->done()) {
+  } catch (const std::exception& failure) {
+    error = ErrorOf(failure);
+    if (collective && error->kind() == ErrorKind::kLost) AwaitNames(*std::exchange(error, std::nullopt));
+  }
+  try {
+    if (!error && !collective->done()) {
       queued = operation();
       outcome = Watch(*queued);
       Adopt(queued, std::move(collective), sequence);

@@ -3,6 +3,7 @@
 
 #include <mpi.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "transport/transport.h"
@@ -25,7 +26,9 @@ class MpiTransport : public Transport {
   void Poll() override;
   bool Test(Ticket ticket) override;
   bool Probe(int peer, int tag) override;
-  std::size_t most_at_once() const override { return 1 << 20; }
+  std::size_t most_at_once() const override {
+    return std::max<std::size_t>(1 << 20, 60'000 * static_cast<std::size_t>(size_));
+  }
   int most_tag() const override { return most_tag_; }
   void Free() override;
 

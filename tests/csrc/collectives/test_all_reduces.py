@@ -1,0 +1,60 @@
+"""All-reduces and the agreement of up to 64 ranks, in one process over a transport in memory."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from native_build import build
+
+ALGORITHMS = ("doubling", "halving", "ring")
+Case = tuple[str, int, int, int, bool, int]
+"""Algorithm, ranks, elements, bytes of a message, whether it sums in place, and the seed of delays."""
+
+
+def run(cases: list[Case]) -> list[int]:
+    """Run cases, which should give one right sum on all ranks; return the most messages of a rank."""
+    text = "".join(" ".join(str(int(x) if isinstance(x, bool) else x) for x in one) + "\n" for one in cases)
+    driver = build("collectives_driver.cc")
+    done = subprocess.run([str(driver)], input=text, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    wrong = {one: line for one, line in zip(cases, lines, strict=True) if not line.startswith("ok ")}
+    assert not wrong
+    return [int(line.split()[1]) for line in lines]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(ALGORITHMS),
+            st.integers(2, 40),
+            st.integers(0, 300),
+            st.sampled_from([4, 64, 60_000]),
+            st.booleans(),
+            st.integers(0, 1 << 30),
+        ),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_any_number_of_ranks_sums_any_number_of_elements(cases: list[Case]) -> None:
+    run(cases)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_many_ranks(algorithm: str) -> None:
+    sizes = (5, 7, 8, 16, 17, 31, 32, 33, 63, 64)
+    messages = run([(algorithm, ranks, 640, 60_000, True, ranks) for ranks in sizes])
+    for ranks, most in zip(sizes, messages, strict=True):
+        rounds = math.ceil(math.log2(ranks))
+        assert most <= {"doubling": rounds + 1, "halving": 2 * rounds + 1, "ring": 2 * ranks}[algorithm]
+
+
+def test_the_messages_of_an_agreement_grow_as_the_logarithm_of_the_ranks() -> None:
+    sizes = (2, 3, 4, 8, 17, 64)
+    assert run([("agreement", ranks, 0, 1, False, 1) for ranks in sizes]) == [1, 2, 2, 3, 5, 6]

@@ -1,0 +1,218 @@
+// Runs collectives of many ranks in one process, over a transport in memory, in an order that a seed decides.
+//
+//   collectives_driver < cases         each line: ALGORITHM RANKS COUNT SEGMENT_BYTES IN_PLACE SEED
+//
+// Prints a line for each case: "ok MESSAGES", the most messages that a rank has sent, or what is wrong.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "collectives/algorithm.h"
+#include "collectives/butterfly.h"
+#include "collectives/control.h"
+#include "collectives/ring.h"
+
+namespace {
+
+using hvpipe::Ticket;
+
+// What is under way between the ranks. A message is delivered when its receive is posted, and then after a
+// random number of polls: of the receiver, and again of the sender.
+class Wires {
+ public:
+  explicit Wires(unsigned seed) : random_(seed) {}
+
+  struct Message {
+    const void* data = nullptr;
+    std::size_t bytes = 0;
+    void* to = nullptr;
+    int delay = -1;  // polls of the receiver until it arrives; -1: no receive matches it yet
+    bool received = false;
+  };
+  using Key = std::tuple<int, int, int>;  // from, to, tag
+  struct Way {
+    std::deque<std::shared_ptr<Message>> sent, wanted;
+  };
+
+  std::shared_ptr<Message> Send(const Key& key, const void* data, std::size_t bytes) {
+    Way& way = ways_[key];
+    const auto message = Next(way.wanted, way.sent);
+    message->data = data;
+    message->bytes = bytes;
+    return message;
+  }
+  std::shared_ptr<Message> Receive(const Key& key, void* to) {
+    Way& way = ways_[key];
+    const auto message = Next(way.sent, way.wanted);
+    message->to = to;
+    return message;
+  }
+  bool Later(Message& message) {
+    if (message.delay > 0) --message.delay;
+    return message.delay != 0;
+  }
+  unsigned Pick(unsigned below) { return static_cast<unsigned>(random_() % below); }
+
+ private:
+  std::shared_ptr<Message> Next(std::deque<std::shared_ptr<Message>>& waiting,
+                                std::deque<std::shared_ptr<Message>>& mine) {
+    if (!waiting.empty()) {
+      auto found = waiting.front();
+      waiting.pop_front();
+      found->delay = static_cast<int>(Pick(4));
+      return found;
+    }
+    return mine.emplace_back(std::make_shared<Message>());
+  }
+
+  std::mt19937 random_;
+  std::map<Key, Way> ways_;
+};
+
+class MemoryTransport : public hvpipe::Transport {
+ public:
+  MemoryTransport(Wires& wires, int rank, int size) : wires_(wires), rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  int RankInJob(int peer) const override { return peer; }
+  Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override {
+    ++sent;
+    flights_.push_back({wires_.Send({rank_, peer, tag}, data, bytes), true});
+    return static_cast<Ticket>(flights_.size() - 1);
+  }
+  Ticket Irecv(void* data, std::size_t, int peer, int tag) override {
+    flights_.push_back({wires_.Receive({peer, rank_, tag}, data), false});
+    return static_cast<Ticket>(flights_.size() - 1);
+  }
+  void Poll() override {
+    for (auto& [message, sends] : flights_) {
+      if (!message || sends || message->received || message->delay < 0 || wires_.Later(*message)) continue;
+      if (message->bytes > 0) std::memcpy(message->to, message->data, message->bytes);
+      message->received = true;
+    }
+  }
+  bool Test(Ticket ticket) override {
+    auto& message = flights_[static_cast<std::size_t>(ticket)].first;
+    if (!message->received) return false;
+    message.reset();
+    return true;
+  }
+  bool Probe(int, int) override { return false; }
+  std::size_t most_at_once() const override { return 1 << 20; }
+  int most_tag() const override { return 1 << 20; }
+  void Free() override {}
+
+  long sent = 0;
+
+ private:
+  Wires& wires_;
+  const int rank_, size_;
+  std::vector<std::pair<std::shared_ptr<Wires::Message>, bool>> flights_;
+};
+
+struct Case {
+  std::string algorithm;
+  int ranks = 0;
+  std::size_t count = 0, segment_bytes = 0;
+  bool in_place = false;
+  unsigned seed = 0;
+};
+
+float Element(int rank, std::size_t i) {
+  return 1.0F + static_cast<float>((static_cast<unsigned>(rank) * 7919U + i * 104729U) % 1000U) / 997.0F;
+}
+
+std::unique_ptr<hvpipe::Collective> Make(const Case& given, hvpipe::Transport& transport,
+                                         hvpipe::SendBudget& budget, hvpipe::Counters& counters,
+                                         const void* in, void* out) {
+  if (given.algorithm == "agreement")
+    return std::make_unique<hvpipe::ControlExchange>(
+        transport, hvpipe::MakeRecord(hvpipe::Hash("call"), 7, transport.rank(), "call"), 0, std::nullopt);
+  if (hvpipe::ParseAlgorithm(given.algorithm) == hvpipe::Algorithm::kRing) {
+    hvpipe::RingAllReduce::Options ring;
+    ring.segment_bytes = given.segment_bytes;
+    return std::make_unique<hvpipe::RingAllReduce>(transport, budget, counters, in, out, given.count,
+                                                   hvpipe::DType::kFloat32, ring);
+  }
+  auto steps = hvpipe::ParseAlgorithm(given.algorithm) == hvpipe::Algorithm::kDoubling
+                   ? hvpipe::DoublingSteps(transport.rank(), given.ranks, given.count)
+                   : hvpipe::HalvingSteps(transport.rank(), given.ranks, given.count);
+  return std::make_unique<hvpipe::ButterflyAllReduce>(
+      transport, counters, in, out, hvpipe::DType::kFloat32, std::move(steps),
+      hvpipe::ButterflyAllReduce::Options{given.segment_bytes, 0});
+}
+
+std::string Run(const Case& given) {
+  Wires wires(given.seed);
+  std::vector<std::unique_ptr<MemoryTransport>> transports;
+  std::vector<std::unique_ptr<hvpipe::SendBudget>> budgets;
+  std::vector<hvpipe::Counters> counters(static_cast<std::size_t>(given.ranks));
+  std::vector<std::vector<float>> ins, outs;
+  std::vector<std::unique_ptr<hvpipe::Collective>> collectives;
+  for (int rank = 0; rank < given.ranks; ++rank) {
+    transports.push_back(std::make_unique<MemoryTransport>(wires, rank, given.ranks));
+    budgets.push_back(std::make_unique<hvpipe::SendBudget>(8));
+    auto& in = ins.emplace_back(given.count);
+    for (std::size_t i = 0; i < given.count; ++i) in[i] = Element(rank, i);
+    outs.emplace_back(given.count, -1.0F);
+  }
+  for (std::size_t at = 0; at < ins.size(); ++at) {
+    collectives.push_back(Make(given, *transports[at], *budgets[at], counters[at], ins[at].data(),
+                               given.in_place ? ins[at].data() : outs[at].data()));
+  }
+  std::size_t done = 0;
+  for (long turn = 0; done < collectives.size(); ++turn) {
+    if (turn > 4'000'000) return "it does not end: rank 0 waits for " + collectives[0]->Waiting();
+    const std::size_t at = wires.Pick(static_cast<unsigned>(given.ranks));
+    if (collectives[at]->done()) continue;
+    budgets[at]->BeginPass(0);
+    transports[at]->Poll();
+    (void)collectives[at]->Step();
+    if (collectives[at]->done()) ++done;
+  }
+  long most = 0;
+  for (const auto& transport : transports) most = std::max(most, transport->sent);
+  if (given.algorithm == "agreement") {
+    for (std::size_t at = 0; at < ins.size(); ++at) {
+      const auto& exchange = static_cast<const hvpipe::RecordExchange&>(*collectives[at]);
+      for (int rank = 0; rank < given.ranks; ++rank) {
+        if (exchange.of(rank).samples != rank) return "a record is wrong";
+      }
+    }
+    return "ok " + std::to_string(most);
+  }
+  const auto& sums = given.in_place ? ins : outs;
+  for (std::size_t i = 0; i < given.count; ++i) {
+    double wanted = 0;
+    for (int rank = 0; rank < given.ranks; ++rank) wanted += Element(rank, i);
+    if (std::abs(sums[0][i] - wanted) > 1e-6 * given.ranks * wanted) return "a sum is wrong";
+  }
+  for (std::size_t at = 1; at < sums.size(); ++at) {
+    if (given.count > 0 && std::memcmp(sums[at].data(), sums[0].data(), given.count * sizeof(float)) != 0)
+      return "ranks end with different bits";
+  }
+  return "ok " + std::to_string(most);
+}
+
+}  // namespace
+
+int main() {
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream fields(line);
+    Case given;
+    int in_place = 0;
+    fields >> given.algorithm >> given.ranks >> given.count >> given.segment_bytes >> in_place >> given.seed;
+    given.in_place = in_place != 0;
+    std::printf("%s\n", Run(given).c_str());
+  }
+}
