@@ -32,8 +32,16 @@ class Row:
     @property
     def speedups(self) -> dict[str, float]:
         """How many times faster hvpipe is than each other contender."""
-        others = [who for who in self.samples_s if who != "hvpipe"] if "hvpipe" in self.samples_s else []
+        others = [who for who in self.samples_s if not who.startswith("hvpipe")]
+        if "hvpipe" not in self.samples_s:
+            return {}
         return {who: self.seconds(who) / self.seconds("hvpipe") for who in others}
+
+    @property
+    def over_fastest(self) -> float | None:
+        """The time of hvpipe over that of its fastest algorithm; None if these were not measured."""
+        each = [self.seconds(who) for who in self.samples_s if who.startswith("hvpipe-")]
+        return self.seconds("hvpipe") / min(each) if each else None
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class AllReduceReport:
     mpi: str
     rows: tuple[Row, ...]
     link_bits_per_s: float | None = None
+    in_place: bool = True
 
     @property
     def contenders(self) -> list[str]:
@@ -76,6 +85,8 @@ class AllReduceReport:
             if large:
                 mean = geometric_mean([row.speedups[who] for row in large])
                 figures[f"geometric_mean_speedup_over_{who}_from_1MB"] = mean
+        if over := [row.over_fastest for row in self.rows if row.over_fastest is not None]:
+            figures["worst_time_over_its_fastest_algorithm"] = max(over)
         if self.link_bits_per_s is not None:
             large = [row for row in self.rows if row.size_bytes >= LINK_LARGE_BYTES]
         medium = "copy" if self.link_bits_per_s is None else "link"
@@ -101,8 +112,10 @@ class AllReduceReport:
     def to_text(self) -> str:
         medium = "copy" if self.link_bits_per_s is None else "link"
         header = ["size"]
+        rates = len(self.contenders) <= 3  # more would not fit on a screen
         for who in self.contenders:
-            header += [f"{who} time", "+-", "algbw GB/s", "busbw GB/s", f"of {medium}"]
+            header += [f"{who} time", "+-"]
+            header += ["algbw GB/s", "busbw GB/s", f"of {medium}"] if rates else []
         header += [f"speedup over {who}" for who in (self.rows[0].speedups if self.rows else ())]
         header += ["best algorithm"] if "mpi-best" in self.contenders else []
         lines = []
@@ -110,16 +123,16 @@ class AllReduceReport:
             line = [format_size(row.size_bytes)]
             for who in self.contenders:
                 seconds = row.seconds(who)
+                line += [format_time(seconds), f"{relative_spread(row.samples_s[who]):.0%}"]
                 line += [
-                    format_time(seconds),
-                    f"{relative_spread(row.samples_s[who]):.0%}",
                     f"{row.size_bytes / seconds / 1e9:.4g}",
                     f"{self.bus(row, who) / 1e9:.4g}",
                     f"{self.fraction(row, who):.1%}",
-                ]
+                ][: None if rates else 0]
             line += [f"{speedup:.2f}x" for speedup in row.speedups.values()]
             lines.append(line + ([row.algorithm] if "mpi-best" in self.contenders else []))
-        head = f"{self.ranks} ranks, {self.where}, {self.mpi}; float32, sum, in place, verified"
+        to = "in place" if self.in_place else "into another buffer"
+        head = f"{self.ranks} ranks, {self.where}, {self.mpi}; float32, sum, {to}, verified"
         if self.link_bits_per_s is not None:
             head += f"; link {self.link_bits_per_s / 1e6:.1f} Mb/s each way, both ways busy"
         figures = "\n".join(f"{name} = {value:.3f}" for name, value in self.summary().items())

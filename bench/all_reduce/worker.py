@@ -6,6 +6,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from statistics import median
 from typing import Any
@@ -16,6 +17,7 @@ from mpi4py import MPI
 
 from bench.all_reduce.report import AllReduceReport, Row
 from bench.metrics import format_size, repetitions
+from hvpipe.environment.settings import ALGORITHMS
 
 Buffer = npt.NDArray[np.float32]
 Sum = Callable[[Buffer], Any]  # in place, or returns another buffer with the sum
@@ -93,25 +95,35 @@ class BestOfMpi:
         self.chosen = min(times, key=lambda name: median(times[name]))
 
 
-def contenders(names: Sequence[str]) -> dict[str, Sum]:
-    """Return these operations by name. "mpi" is in place as well, which is its faster form here.
+def contenders(names: Sequence[str], in_place: bool = True) -> dict[str, Sum]:
+    """Return these operations by name. "mpi" in place is its faster form here.
 
-    "mpi-imb" sums as the Intel MPI Benchmarks do. Only "hvpipe" needs hvpipe.
+    "mpi-imb" sums as the Intel MPI Benchmarks do. "hvpipe-ALGORITHM" sums over the network by this algorithm.
+    Only "hvpipe" and these need hvpipe.
     """
     made: dict[str, Callable[[], Sum]] = {
-        "mpi": lambda: partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE),
+        "mpi": lambda: partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE) if in_place else _to_another_buffer,
         "mpi-best": BestOfMpi,
         "mpi-imb": lambda: _to_another_buffer,
-        "hvpipe": _hvpipe,
+        "hvpipe": partial(_hvpipe, None, in_place),
+        **{f"hvpipe-{name}": partial(_hvpipe, name, in_place) for name in ALGORITHMS},
     }
     return {name: made[name]() for name in names}
 
 
-def _hvpipe() -> Sum:
+def _hvpipe(algorithm: str | None, in_place: bool) -> Sum:
     import hvpipe
+    from hvpipe.engine.engine import EngineClient
+    from hvpipe.session import current
 
     hvpipe.init()
-    return lambda buffer: hvpipe.allreduce(buffer, op="sum", out=buffer)
+    allreduce: Callable[..., Any] = hvpipe.allreduce
+    if algorithm is not None:
+        session = current()
+        algorithms = ((algorithm, 0),)
+        settings = replace(session.settings, algorithms=algorithms, shared_memory=False)
+        allreduce = EngineClient(session.world, settings).allreduce
+    return lambda buffer: allreduce(buffer, op="sum", out=buffer if in_place else _result(buffer.size))
 
 
 def _to_another_buffer(buffer: Buffer) -> Buffer:
@@ -205,13 +217,14 @@ def measure(
     sample_s: float,
     where: str,
     names: Sequence[str] = ("mpi", "mpi-best", "hvpipe"),
+    in_place: bool = True,
 ) -> AllReduceReport:
     """Measure these contenders with every size in turn. All ranks call this and get the report.
 
     Operations shorter than `sample_s` are timed several at once.
     """
     world = MPI.COMM_WORLD
-    operations = contenders(names)
+    operations = contenders(names, in_place)
     rows = []
     for size_bytes in sizes_bytes:
         if world.rank == 0:
@@ -219,4 +232,4 @@ def measure(
         rows.append(measure_size(size_bytes, operations, sample_s))
     version = MPI.Get_library_version().split(",")[0].strip()
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
-    return AllReduceReport(world.size, where, hosts, version, tuple(rows))
+    return AllReduceReport(world.size, where, hosts, version, tuple(rows), in_place=in_place)
