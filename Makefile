@@ -12,7 +12,7 @@
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
 #   make horovod-test     start examples/train.py with a real horovodrun
-#   make setup | lint | plan | races | bench | rest | keras | oldest-keras | cuda | wheel | mpich | format | clean
+#   make setup | lint | plan | races | bench | rest | keras | oldest-keras | cuda | wheel | mpich | ucx | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
 
@@ -53,7 +53,7 @@ export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
 .PHONY: help setup train test test-all all-layouts lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races bench sanitize reliability peers peers-test horovod-test \
-    format clean
+    ucx format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -123,6 +123,10 @@ wheel: setup
 mpich: setup
 	@$(TIMED) "engine and a training on MPICH" $(UNLESS_PASSED) mpich .ci/mpich.sh $(VENV) $(CONSTRAINTS)
 
+# Not part of `test`: it takes packages of Debian.
+ucx: setup
+	@$(TIMED) "engine on Open MPI 4.1 over UCX" .ci/ucx.sh $(VENV)
+
 # The tests marked older_tensorflow.
 keras: setup
 	@$(TIMED) "tests that depend on the versions of Keras and TensorFlow, on TensorFlow $(TF)" \
@@ -190,7 +194,7 @@ format: setup
 	@$(CPP_FILES) | xargs -r $(BIN)/clang-format -i
 
 clean:
-	rm -rf .venv .venv-tf* .venv-matrix .venv-mpich .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-tf* .venv-matrix .venv-mpich .venv-ucx .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache
 
 # The pages and the API reference, in build/site. Fails on broken links and names. Needs no network.
 .PHONY: docs

@@ -157,6 +157,9 @@ SUITES = (
     Suite("mpich hosts", WITHOUT_DEVICES, (3,), env=TWO_TO_A_HOST, part_of="mpich"),
     Suite("mpich ring", WITHOUT_DEVICES, (3,), env=RING, part_of="mpich"),
     Suite("mpich tiny pieces", COLLECTIVES, (3,), env={**TWO_TO_A_HOST, **TINY}, part_of="mpich"),
+    # What carries MPI over InfiniBand: `make ucx`.
+    Suite("ucx", WITHOUT_DEVICES, (3,), env=RING, part_of="ucx"),
+    Suite("ucx hosts", WITHOUT_DEVICES, (3,), env=TWO_TO_A_HOST, part_of="ucx"),
     Suite("quick", EVERY_KERAS, (2,), only="quick", part_of="quick"),
     Suite("quick engine", COLLECTIVES, (2,), part_of="quick"),
     Suite(

@@ -40,8 +40,14 @@ class Row:
     @property
     def over_fastest(self) -> float | None:
         """The time of hvpipe over that of its fastest algorithm; None if these were not measured."""
-        each = [self.seconds(who) for who in self.samples_s if who.startswith("hvpipe-")]
+        each = self.each_algorithm.values()
         return self.seconds("hvpipe") / min(each) if each else None
+
+    @property
+    def each_algorithm(self) -> dict[str, float]:
+        """The median times of hvpipe's algorithms, by name, as far as they were measured."""
+        own = [who for who in self.samples_s if who.startswith("hvpipe-")]
+        return {who.removeprefix("hvpipe-"): self.seconds(who) for who in own}
 
 
 @dataclass(frozen=True)
@@ -97,10 +103,27 @@ class AllReduceReport:
                 figures[f"{contender}_mean_fraction_of_{medium}"] = geometric_mean(fractions)
         return figures
 
+    @property
+    def fastest(self) -> str | None:
+        """The fastest algorithm by size, for HVPIPE_ALL_REDUCE; None if they were not measured.
+
+        Another one than at the size before must be 5 % faster.
+        """
+        found: list[tuple[str, int]] = []  # and the largest array
+        for row in self.rows:
+            each = row.each_algorithm
+            if not each:
+                return None
+            best = min(each, key=each.__getitem__)
+            if found and each[found[-1][0]] <= 1.05 * each[best]:
+                best = found.pop()[0]
+            found.append((best, row.size_bytes))
+        return ",".join([*(f"{name}:{most}" for name, most in found[:-1]), *(name for name, _ in found[-1:])])
+
     def to_json(self) -> str:
         """Return a line with the summary, and one for each size with medians and spreads."""
         head = {name: value for name, value in vars(self).items() if name != "rows"}
-        lines = [{**head, "summary": self.summary()}]
+        lines = [{**head, "summary": self.summary(), "fastest": self.fastest}]
         for row in self.rows:
             every = {**row.samples_s, "copy": row.copy_samples_s}
             median_s = {who: median(samples) for who, samples in every.items()}
@@ -136,4 +159,5 @@ class AllReduceReport:
         if self.link_bits_per_s is not None:
             head += f"; link {self.link_bits_per_s / 1e6:.1f} Mb/s each way, both ways busy"
         figures = "\n".join(f"{name} = {value:.3f}" for name, value in self.summary().items())
-        return f"{head}\n{table(header, lines)}\n{figures}"
+        found = "" if self.fastest is None else f"\nfastest by size: HVPIPE_ALL_REDUCE={self.fastest}"
+        return f"{head}\n{table(header, lines)}\n{figures}{found}"

@@ -23,7 +23,8 @@ class Backoff {
   // The first `spins` waits spin.
   explicit Backoff(int spins) : spins_(spins) {}
   void Reset() { idle_ = 0; }
-  // True if the next wait sleeps.
+  // True if the next wait spins; if it sleeps.
+  bool Spins() const { return idle_ < spins_; }
   bool Sleeps() const { return idle_ >= spins_ + kYields; }
   // How many waits have slept since the last progress.
   int naps() const { return idle_ - spins_ - kYields; }

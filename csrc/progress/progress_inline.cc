@@ -11,7 +11,6 @@ namespace {
 
 constexpr double kInterruptCheckS = 0.05;
 constexpr int kBriefSpins = 1000;  // looks at the peers, some 30 ns each
-constexpr int kBriefYields = 100;  // the same where ranks share cores
 
 Error CauseOf(const std::exception_ptr& interrupted, const std::string& what) {
   try {
@@ -112,11 +111,12 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
   try {
     collective = make(sequence);
     collective->Step();
-    const double now = over_network ? Now() : 0;
-    const bool shares_core = options_.spins == 0;
-    const int most = !shares_core ? kBriefSpins : over_network ? kBriefYields : 0;
-    for (int left = most; left > 0 && !collective->done(); --left) {
-      shares_core ? std::this_thread::yield() : Relax();
+    // Over the network a yield helps, too: MPI on the other ranks of this host has to move the messages.
+    Backoff backoff(options_.spins == 0 ? 0 : kBriefSpins);
+    const double now = Now();
+    const auto gives_up = [&] { return over_network ? backoff.Sleeps() : !backoff.Spins(); };
+    while (!collective->done() && !gives_up()) {
+      backoff.Wait(0);
       if (over_network) (void)options_.begin_pass(now);
       collective->Step();
     }

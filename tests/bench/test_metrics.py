@@ -127,6 +127,19 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert report.fraction(rows[0], "hvpipe") == pytest.approx(0.5)
 
 
+def test_the_fastest_algorithm_by_size() -> None:
+    times = {4096: (1, 2), 8192: (2.08, 2), MB: (3, 2), 4 * MB: (5, 4.9)}
+    rows = [
+        Row(size, {"hvpipe": [2], "hvpipe-doubling": [doubling], "hvpipe-ring": [ring]}, [1])
+        for size, (doubling, ring) in times.items()
+    ]
+    report = AllReduceReport(4, "4 hosts", 4, "Open MPI", tuple(rows))
+    assert report.fastest == "doubling:8192,ring"
+    assert report.summary()["worst_time_over_its_fastest_algorithm"] == 2
+    assert "HVPIPE_ALL_REDUCE=doubling:8192,ring" in report.to_text()
+    assert one_host_report().fastest is None
+
+
 def test_all_reduce_report_as_json_and_text() -> None:
     report = one_host_report()
     head, *rows = map(json.loads, report.to_json().splitlines())
