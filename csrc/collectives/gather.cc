@@ -1,4 +1,4 @@
-// Parts that go straight to their peers, and broadcast along a chain.
+// Parts that go straight to their peers, and broadcast down a tree or along a chain.
 #include "collectives/gather.h"
 
 #include <algorithm>
@@ -28,52 +28,96 @@ std::unique_ptr<Collective> MakeExchange(Transport& transport, Counters& counter
   return std::make_unique<ConcurrentCollectives>(std::move(messages));
 }
 
-ChainBroadcast::ChainBroadcast(Transport& transport, Counters& counters, void* data, std::size_t bytes,
-                               int root, std::size_t segment_bytes, int tag)
+Broadcast::Broadcast(Transport& transport, Counters& counters, void* data, std::size_t bytes, int root,
+                     const MessageOptions& message)
     : transport_(transport),
       counters_(counters),
       data_(static_cast<char*>(data)),
       bytes_(bytes),
-      place_((transport.rank() - root + transport.size()) % transport.size()),
-      tag_(tag),
-      segments_(bytes == 0 ? 0 : SegmentsOf(bytes, segment_bytes)) {
-  if (place_ == 0) received_ = segments_;
-  if (place_ == transport.size() - 1) sent_ = segments_;
+      root_(root),
+      message_(message),
+      segments_(bytes == 0 ? 0 : SegmentsOf(bytes, message.segment_bytes)) {
+  const int ranks = transport.size(), place = (transport.rank() - root + ranks) % ranks;
+  std::size_t rounds = 0;
+  while (1 << rounds < ranks) ++rounds;
+  const bool chain = static_cast<std::size_t>(ranks) + segments_ < 2 + segments_ * rounds;
+  if (chain) {
+    parent_ = place == 0 ? -1 : (place - 1 + root) % ranks;
+    if (place + 1 < ranks) AddChild(place + 1);
+  } else {
+    // The parent of a place has its lowest bit cleared. The child with the most ranks below it comes first.
+    parent_ = place == 0 ? -1 : ((place & (place - 1)) + root) % ranks;
+    const int lowest = place == 0 ? 1 << rounds : place & -place;
+    for (int bit = lowest / 2; bit > 0; bit /= 2) {
+      if (place + bit < ranks) AddChild(place + bit);
+    }
+  }
+  if (place == 0) received_ = posted_ = segments_;
 }
 
-bool ChainBroadcast::Step() {
-  const int from = (transport_.rank() + transport_.size() - 1) % transport_.size();
-  const int to = (transport_.rank() + 1) % transport_.size();
+void Broadcast::AddChild(int place) { children_.push_back({(place + root_) % transport_.size()}); }
+
+bool Broadcast::done() const { return received_ == segments_ && Late() == nullptr; }
+
+bool Broadcast::Step() {
+  bool moved = Receive();
+  for (Child& child : children_) moved = Send(child) || moved;
+  return moved;
+}
+
+bool Broadcast::Receive() {
   bool moved = false;
-  if (receive_ == kNoTicket && received_ < segments_) {
-    const Range segment = Segment(received_);
-    receive_ = transport_.Irecv(data_ + segment.first, segment.count, from, tag_);
+  while (posted_ < segments_ && tickets_.size() < static_cast<std::size_t>(message_.segments_in_flight)) {
+    const Range segment = Segment(posted_++);
+    tickets_.push_back(transport_.Irecv(data_ + segment.first, segment.count, parent_, message_.tag));
   }
-  if (send_ == kNoTicket && sent_ < received_ && sent_ < segments_) {
-    const Range segment = Segment(sent_);
-    send_ = transport_.Isend(data_ + segment.first, segment.count, to, tag_);
-    counters_.network_bytes_sent += segment.count;
-    ++counters_.messages_sent;
-    moved = true;
-  }
-  if (receive_ != kNoTicket && transport_.Test(receive_)) {
-    counters_.network_bytes_received += Segment(received_).count;
-    receive_ = kNoTicket;
-    ++received_;
-    moved = true;
-  }
-  if (send_ != kNoTicket && transport_.Test(send_)) {
-    send_ = kNoTicket;
-    ++sent_;
+  while (!tickets_.empty() && transport_.Test(tickets_.front())) {
+    tickets_.pop_front();
+    counters_.network_bytes_received += Segment(received_++).count;
     moved = true;
   }
   return moved;
 }
 
-std::string ChainBroadcast::Waiting() const {
+bool Broadcast::Send(Child& child) {
+  bool moved = false;
+  while (child.posted < received_ &&
+         child.tickets.size() < static_cast<std::size_t>(message_.segments_in_flight)) {
+    const Range segment = Segment(child.posted++);
+    child.tickets.push_back(transport_.Isend(data_ + segment.first, segment.count, child.rank, message_.tag));
+    counters_.network_bytes_sent += segment.count;
+    ++counters_.messages_sent;
+    moved = true;
+  }
+  while (!child.tickets.empty() && transport_.Test(child.tickets.front())) {
+    child.tickets.pop_front();
+    ++child.sent;
+    moved = true;
+  }
+  return moved;
+}
+
+// The first child that has not taken all; null: none.
+const Broadcast::Child* Broadcast::Late() const {
+  for (const Child& child : children_) {
+    if (child.sent < segments_) return &child;
+  }
+  return nullptr;
+}
+
+std::vector<int> Broadcast::Ranks() const {
+  if (received_ < segments_) return {transport_.RankInJob(parent_)};
+  const Child* const late = Late();
+  return late == nullptr ? std::vector<int>{} : std::vector<int>{transport_.RankInJob(late->rank)};
+}
+
+std::string Broadcast::Waiting() const {
+  const Child* const late = Late();
+  if (received_ == segments_ && late == nullptr) return "nothing";
+  const std::string rank = "rank " + std::to_string(Ranks().front());
   return received_ < segments_ ? "broadcast segment " + std::to_string(received_ + 1) + " of " +
-                                     std::to_string(segments_) + " from the rank before it"
-                               : "the next rank to take broadcast segment " + std::to_string(sent_ + 1);
+                                     std::to_string(segments_) + " from " + rank
+                               : rank + " to take broadcast segment " + std::to_string(late->sent + 1);
 }
 
 }  // namespace hvpipe

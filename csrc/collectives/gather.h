@@ -1,6 +1,7 @@
 // Exchange of parts between all ranks of a transport (all-gather, all-to-all), and broadcast.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -31,26 +32,41 @@ std::unique_ptr<Collective> MakeExchange(Transport& transport, Counters& counter
                                          const std::vector<SentPart>& sends,
                                          const std::vector<ReceivedPart>& receives, MessageOptions message);
 
-// Sends `bytes` from root along a chain of ranks, in segments, so that all links work at the same time.
-class ChainBroadcast : public Collective {
+// Sends `bytes` from root to all ranks, in segments. Few of them go down a binomial tree, in as many rounds
+// as the logarithm of the ranks. Many go along a chain of ranks, so that all links work at the same time.
+class Broadcast : public Collective {
  public:
-  ChainBroadcast(Transport& transport, Counters& counters, void* data, std::size_t bytes, int root,
-                 std::size_t segment_bytes, int tag);
+  // Of `message`, the tag and the segments count.
+  Broadcast(Transport& transport, Counters& counters, void* data, std::size_t bytes, int root,
+            const MessageOptions& message);
   bool Step() override;
-  bool done() const override { return received_ == segments_ && sent_ == segments_; }
+  bool done() const override;
   std::string Waiting() const override;
+  std::vector<int> Ranks() const override;
 
  private:
+  struct Child {
+    int rank;
+    std::size_t posted = 0, sent = 0;
+    std::deque<Ticket> tickets{};
+  };
+  void AddChild(int place);
   Range Segment(std::size_t index) const { return SplitEvenly(bytes_, segments_, index); }
+  bool Receive();
+  bool Send(Child& child);
+  const Child* Late() const;
 
   Transport& transport_;
   Counters& counters_;
-  char* data_;
-  std::size_t bytes_;
-  int place_;  // in the chain; 0: root
-  int tag_;
-  std::size_t segments_, received_ = 0, sent_ = 0;
-  Ticket receive_ = kNoTicket, send_ = kNoTicket;
+  char* const data_;
+  const std::size_t bytes_;
+  const int root_;
+  const MessageOptions message_;
+  const std::size_t segments_;
+  int parent_ = -1;  // -1: root
+  std::vector<Child> children_;
+  std::size_t posted_ = 0, received_ = 0;
+  std::deque<Ticket> tickets_;
 };
 
 }  // namespace hvpipe

@@ -87,7 +87,8 @@ std::unique_ptr<Collective> Network::MakeExchange(Transport& ranks, const std::v
 
 std::unique_ptr<Collective> Network::MakeBroadcast(Transport& ranks, void* data, std::size_t bytes, int root,
                                                    int tag) {
-  return std::make_unique<ChainBroadcast>(ranks, counters_, data, bytes, root, options_.segment_bytes, tag);
+  const MessageOptions message{0, tag, options_.segment_bytes, options_.messages_in_flight};
+  return std::make_unique<Broadcast>(ranks, counters_, data, bytes, root, message);
 }
 
 std::unique_ptr<Collective> Network::MakeReduce(SharedWindow& window, OperationTag tag, const void* in,

@@ -20,6 +20,7 @@
 #include "collectives/algorithm.h"
 #include "collectives/butterfly.h"
 #include "collectives/control.h"
+#include "collectives/gather.h"
 #include "collectives/ring.h"
 
 namespace {
@@ -132,12 +133,19 @@ float Element(int rank, std::size_t i) {
   return 1.0F + static_cast<float>((static_cast<unsigned>(rank) * 7919U + i * 104729U) % 1000U) / 997.0F;
 }
 
+int RootOf(const Case& given) { return static_cast<int>(given.seed % static_cast<unsigned>(given.ranks)); }
+
 std::unique_ptr<hvpipe::Collective> Make(const Case& given, hvpipe::Transport& transport,
                                          hvpipe::SendBudget& budget, hvpipe::Counters& counters,
                                          const void* in, void* out) {
   if (given.algorithm == "agreement")
     return std::make_unique<hvpipe::ControlExchange>(
         transport, hvpipe::MakeRecord(hvpipe::Hash("call"), 7, transport.rank(), "call"), 0, std::nullopt);
+  if (given.algorithm == "broadcast") {
+    const hvpipe::MessageOptions message{0, 0, given.segment_bytes, 8};
+    return std::make_unique<hvpipe::Broadcast>(transport, counters, out, given.count * sizeof(float),
+                                               RootOf(given), message);
+  }
   if (hvpipe::ParseAlgorithm(given.algorithm) == hvpipe::Algorithm::kRing) {
     hvpipe::RingAllReduce::Options ring;
     ring.segment_bytes = given.segment_bytes;
@@ -164,7 +172,7 @@ std::string Run(const Case& given) {
     budgets.push_back(std::make_unique<hvpipe::SendBudget>(8));
     auto& in = ins.emplace_back(given.count);
     for (std::size_t i = 0; i < given.count; ++i) in[i] = Element(rank, i);
-    outs.emplace_back(given.count, -1.0F);
+    outs.push_back(given.algorithm == "broadcast" ? in : std::vector<float>(given.count, -1.0F));
   }
   for (std::size_t at = 0; at < ins.size(); ++at) {
     collectives.push_back(Make(given, *transports[at], *budgets[at], counters[at], ins[at].data(),
@@ -194,7 +202,9 @@ std::string Run(const Case& given) {
   const auto& sums = given.in_place ? ins : outs;
   for (std::size_t i = 0; i < given.count; ++i) {
     double wanted = 0;
-    for (int rank = 0; rank < given.ranks; ++rank) wanted += Element(rank, i);
+    for (int rank = 0; rank < given.ranks; ++rank) {
+      if (given.algorithm != "broadcast" || rank == RootOf(given)) wanted += Element(rank, i);
+    }
     if (std::abs(sums[0][i] - wanted) > 1e-6 * given.ranks * wanted) return "a sum is wrong";
   }
   for (std::size_t at = 1; at < sums.size(); ++at) {

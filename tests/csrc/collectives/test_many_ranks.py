@@ -1,4 +1,4 @@
-"""All-reduces and the agreement of up to 64 ranks, in one process over a transport in memory."""
+"""All-reduces, broadcast and agreement of up to 64 ranks, in one process over a transport in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(cases: list[Case]) -> list[int]:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(ALGORITHMS),
+            st.sampled_from((*ALGORITHMS, "broadcast")),
             st.integers(2, 40),
             st.integers(0, 300),
             st.sampled_from([4, 64, 60_000]),
@@ -42,7 +42,7 @@ def run(cases: list[Case]) -> list[int]:
         max_size=20,
     )
 )
-def test_any_number_of_ranks_sums_any_number_of_elements(cases: list[Case]) -> None:
+def test_any_number_of_ranks_and_elements(cases: list[Case]) -> None:
     run(cases)
 
 
@@ -53,6 +53,13 @@ def test_many_ranks(algorithm: str) -> None:
     for ranks, most in zip(sizes, messages, strict=True):
         rounds = math.ceil(math.log2(ranks))
         assert most <= {"doubling": rounds + 1, "halving": 2 * rounds + 1, "ring": 2 * ranks}[algorithm]
+
+
+def test_the_messages_of_a_small_broadcast_grow_as_the_logarithm_of_the_ranks() -> None:
+    sizes = (2, 3, 4, 8, 17, 64)
+    cases: list[Case] = [("broadcast", ranks, 10, 60_000, False, ranks) for ranks in sizes]
+    assert run(cases) == [1, 2, 2, 3, 5, 6]
+    assert run([("broadcast", 64, 640, 4, False, 1)]) == [640]  # along a chain
 
 
 def test_the_messages_of_an_agreement_grow_as_the_logarithm_of_the_ranks() -> None:
