@@ -151,6 +151,7 @@ SUITES = (
         env={**OVER_TCP, **TWO_TO_A_HOST, **UNOPTIMIZED},
         only=EAGER,
     ),
+    Suite("engine by mpi", COLLECTIVES, (3,), env={**RING, "HVPIPE_ALL_REDUCE": "mpi"}),
     # Every message travels in many pieces.
     Suite("engine tiny pieces", COLLECTIVES, (2,), env={**TWO_TO_A_HOST, **TINY}),
     # Three ranks prove these on another MPI than the rest: `make mpich`.

@@ -16,7 +16,8 @@ Algorithm ParseAlgorithm(const std::string& name) {
   if (name == "doubling") return Algorithm::kDoubling;
   if (name == "halving") return Algorithm::kHalving;
   if (name == "ring") return Algorithm::kRing;
-  throw Error("An algorithm should be doubling, halving or ring. Received: " + name, ErrorKind::kUsage);
+  if (name == "mpi") return Algorithm::kMpi;
+  throw Error("An algorithm should be doubling, halving, ring or mpi. Received: " + name, ErrorKind::kUsage);
 }
 
 Algorithm AlgorithmFor(int ranks, std::size_t bytes, std::size_t most_at_once,

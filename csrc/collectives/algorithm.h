@@ -7,9 +7,9 @@
 
 namespace hvpipe {
 
-enum class Algorithm { kDoubling, kHalving, kRing };
+enum class Algorithm { kDoubling, kHalving, kRing, kMpi };
 
-// Throws unless it is "doubling", "halving" or "ring".
+// Throws unless it is "doubling", "halving", "ring" or "mpi".
 Algorithm ParseAlgorithm(const std::string& name);
 
 // What a user or a measurement has chosen.

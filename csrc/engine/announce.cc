@@ -115,6 +115,7 @@ std::shared_ptr<Operation> GradientBuckets::MakeReduction(Bucket& bucket) {
   const auto operation = MakeOperation(bucket.layout);
   operation->finished = [this, &bucket](const Error* error) { EndReducing(bucket, error); };
   bucket.buffers = std::make_shared<ReduceBuffers>();
+  if (!bucket.table) bucket.buffers->count = bucket.layout.count;
   if (bucket.device) {
     AddDeviceStages(*operation, bucket);
   } else if (bucket.table) {

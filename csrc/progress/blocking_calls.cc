@@ -76,7 +76,8 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   const Turns::Turn turn = TakeTurn(interrupt);
   SharedWindow* const window = route_.only_window();
   Transport* const ring = route_.only_ring();
-  const std::optional<int> own_tag = ring == nullptr ? std::nullopt : OwnTag(what, *ring);
+  const bool by_own = ring != nullptr && !route_.ring_is_mpis(count * SizeOf(dtype));
+  const std::optional<int> own_tag = by_own ? OwnTag(what, *ring) : std::nullopt;
   if (own_tag && (dtype != DType::kFloat16 || scale == 1.0) && count * SizeOf(dtype) <= kBesideCheckBytes)
     return AllReduceChecked(in, out, count, dtype, scale, what, *own_tag, *ring, interrupt);
   if (window == nullptr) CheckSameCall(what, interrupt);

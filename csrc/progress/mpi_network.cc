@@ -65,11 +65,17 @@ MpiNetwork::MpiNetwork(MPI_Comm world, const EngineOptions& options, Counters& c
 MpiNetwork::MpiNetwork(const Worlds& worlds, const EngineOptions& options, Counters& counters)
     : Network(options, worlds.topology, counters), world_(worlds.own) {
   MPI_Comm local = worlds.local;
+  const auto& rows = options.algorithms;
+  const bool sums = std::any_of(rows.begin(), rows.end(),
+                                [](const AlgorithmRow& row) { return row.algorithm == Algorithm::kMpi; });
   const bool hosts_have_one_rank = topology_.hosts == topology_.size;
   if (options.shared_memory && !hosts_have_one_rank) {
     const bool leads = topology_.local_rank == 0;
     MPI_Comm leaders = Split(world_, leads ? 0 : MPI_UNDEFINED, topology_.rank);
-    if (leads) leaders_ = std::make_unique<MpiTransport>(leaders);
+    if (leads) {
+      if (sums) leader_sums_ = std::make_unique<MpiSums>(Duplicate(leaders));
+      leaders_ = std::make_unique<MpiTransport>(leaders);
+    }
     const auto window = [&] {
       auto memory = std::make_unique<MpiHostMemory>(Duplicate(local),
                                                     SharedWindow::Bytes(WindowOptions(options.slot_bytes)));
@@ -84,6 +90,7 @@ MpiNetwork::MpiNetwork(const Worlds& worlds, const EngineOptions& options, Count
   named_ = std::make_unique<MpiTransport>(Duplicate(world_));
   texts_ = std::make_unique<MpiTextMessages>(Duplicate(world_));
   requests_ = std::make_unique<MpiTextMessages>(Duplicate(world_));
+  if (sums) sums_ = std::make_unique<MpiSums>(Duplicate(world_));
   ring_ = std::make_unique<MpiTransport>(world_);
 }
 

@@ -38,15 +38,26 @@ std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, const void*
   const auto butterfly = [&](std::vector<ButterflyStep> steps) {
     return std::make_unique<ButterflyAllReduce>(ranks, counters_, in, out, dtype, std::move(steps), options);
   };
-  switch (AlgorithmFor(ranks.size(), count * SizeOf(dtype), ranks.most_at_once(), options_.algorithms)) {
+  const std::size_t bytes = count * SizeOf(dtype);
+  Algorithm algorithm = AlgorithmFor(ranks.size(), bytes, ranks.most_at_once(), options_.algorithms);
+  // Not in the order of MPI's own sums, so not by them.
+  if (algorithm == Algorithm::kMpi) algorithm = AlgorithmFor(ranks.size(), bytes, ranks.most_at_once(), {});
+  switch (algorithm) {
     case Algorithm::kDoubling:
       return butterfly(DoublingSteps(ranks.rank(), ranks.size(), count));
     case Algorithm::kHalving:
       return butterfly(HalvingSteps(ranks.rank(), ranks.size(), count));
     case Algorithm::kRing:
+    case Algorithm::kMpi:
       break;
   }
   return MakeRing(ranks, in, out, count, dtype, tag);
+}
+
+MpiSums* Network::SumsFor(const Transport& ranks, std::size_t bytes) const {
+  if (AlgorithmFor(ranks.size(), bytes, ranks.most_at_once(), options_.algorithms) != Algorithm::kMpi)
+    return nullptr;
+  return &ranks == leaders_.get() ? leader_sums_.get() : &ranks == ring_.get() ? sums_.get() : nullptr;
 }
 
 std::unique_ptr<RecordExchange> Network::MakeExchange(const Record& mine) {
@@ -151,6 +162,9 @@ void Network::Free() {
   ForEachGroup([](Transport& group) { group.Free(); });
   for (const auto* window : {&named_window_, &broadcast_window_, &reduce_window_}) {
     if (*window) (*window)->Free();
+  }
+  for (const auto* sums : {&leader_sums_, &sums_}) {
+    if (*sums) (*sums)->Free();
   }
   for (const auto* transport : {&leaders_, &copies_, &named_, &messages_, &ring_}) {
     if (*transport) (*transport)->Free();

@@ -18,6 +18,7 @@
 #include "collectives/send_budget.h"
 #include "collectives/shared_memory_reduce.h"
 #include "progress/engine_options.h"
+#include "transport/mpi_sums.h"
 #include "transport/shared_window.h"
 #include "transport/text_messages.h"
 #include "transport/transport.h"
@@ -62,6 +63,10 @@ class Network {
   // number and the size.
   std::unique_ptr<Collective> MakeAllReduce(Transport& ranks, const void* in, void* out, std::size_t count,
                                             DType dtype, int tag);
+  // What sums an array of so many bytes among all ranks, or the first ranks of hosts, by MPI's own
+  // algorithms. Null if that was not asked for, or if no MPI connects them. The ranks make such sums in one
+  // order.
+  MpiSums* SumsFor(const Transport& ranks, std::size_t bytes) const;
   // The ring, or the all-gather of RingAllReduce::Options.
   std::unique_ptr<Collective> MakeRing(Transport& ranks, const void* in, void* out, std::size_t count,
                                        DType dtype, int tag, bool only_gather = false);
@@ -146,6 +151,7 @@ class Network {
   std::unique_ptr<Transport> ring_, messages_, named_, leaders_;
   std::unique_ptr<Transport> copies_;  // all-gathers and broadcasts; null: by ring_
   std::unique_ptr<TextMessages> texts_, requests_;
+  std::unique_ptr<MpiSums> sums_, leader_sums_;  // null without MPI
   std::unique_ptr<SharedWindow> reduce_window_, broadcast_window_, named_window_;
 
  private:

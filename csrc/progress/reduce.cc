@@ -5,6 +5,7 @@
 
 #include "base/vector_loops.h"
 #include "collectives/control.h"
+#include "collectives/mpi_all_reduce.h"
 #include "collectives/shared_memory_broadcast.h"
 
 namespace hvpipe {
@@ -52,10 +53,18 @@ void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<co
   const bool reduced_in_memory = network_.reduce_window() != nullptr;  // which has written `out` already
   Transport* const ring = reduced_in_memory ? network_.leaders() : &network_.ring();
   if (ring == nullptr || ring->size() == 1) return;
-  operation.AddStage([=](const Operation&) {
-    const void* const in = reduced_in_memory ? buffers->out : buffers->in;
-    return MakeAllReduce(*ring, in, buffers->out, buffers->count, dtype, tag);
-  });
+  // Of a table the count is not known yet.
+  MpiSums* const sums =
+      buffers->count == 0 ? nullptr : network_.SumsFor(*ring, buffers->count * SizeOf(dtype));
+  operation.AddStage(
+      [=](const Operation&) -> std::unique_ptr<Collective> {
+        const void* const in = reduced_in_memory ? buffers->out : buffers->in;
+        if (sums != nullptr)
+          return std::make_unique<MpiAllReduce>(*sums, counters_, ring->size(), in, buffers->out,
+                                                buffers->count, dtype);
+        return MakeAllReduce(*ring, in, buffers->out, buffers->count, dtype, tag);
+      },
+      sums == nullptr ? nullptr : &mpi_order_);
 }
 
 // In no common order: the first rank of a host broadcasts in the order in which its rings end.

@@ -55,6 +55,10 @@ class AllReduceRoute {
 
   // The ring, if it alone serves all ranks, of which there are several; else null.
   Transport* only_ring() const;
+  // Whether MPI's own algorithms sum an array of so many bytes in that ring.
+  bool ring_is_mpis(std::size_t bytes) const {
+    return only_ring() != nullptr && network_.SumsFor(*only_ring(), bytes) != nullptr;
+  }
   // An all-gather of equal chunks in that ring; chunk r is of rank r.
   std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag) {
     return network_.MakeRing(network_.ring(), data, data, count, dtype, tag, true);
@@ -68,7 +72,7 @@ class AllReduceRoute {
 
   Network& network_;
   Counters& counters_;
-  OrderQueue shared_order_;
+  OrderQueue shared_order_, mpi_order_;
 };
 
 // The identity of an operation in the window.

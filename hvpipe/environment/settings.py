@@ -21,7 +21,7 @@ Nonfinite = Literal["raise", "skip", "ignore"]
 NONFINITE: tuple[Nonfinite, ...] = ("raise", "skip", "ignore")
 LrScaling = Literal["none", "linear", "sqrt"]
 LR_SCALINGS: tuple[LrScaling, ...] = ("none", "linear", "sqrt")
-ALGORITHMS = ("doubling", "halving", "ring")
+ALGORITHMS = ("doubling", "halving", "ring", "mpi")
 """Of all-reduces over the network: csrc/collectives/algorithm.h."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SHUTDOWN_S = 3600.0

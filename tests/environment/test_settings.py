@@ -87,7 +87,7 @@ def test_settings_are_read() -> None:
         ("HVPIPE_SEGMENT_BYTES", "-1", "a positive number of bytes"),
         ("HVPIPE_SHARED_MEMORY", "yes", "0 or 1"),
         *(
-            ("HVPIPE_ALL_REDUCE", text, "one of doubling, halving, ring, or several")
+            ("HVPIPE_ALL_REDUCE", text, "one of doubling, halving, ring, mpi, or several")
             for text in ("fast", "ring:9", "ring,doubling", "halving:9,doubling:8,ring", "ring:x,ring", ",")
         ),
         ("HVPIPE_VERIFY", "0", "a positive number of steps"),
