@@ -54,9 +54,9 @@ def _measure(options: argparse.Namespace) -> int:
         arguments = {"sizes_bytes": sizes_bytes, "sample_s": _LINK_SAMPLE_S if several else _SAMPLE_S}
         arguments["where"] = hosts.describe()
         arguments["in_place"] = not options.out
-        names = ["mpi", "hvpipe"] if options.out else ["mpi", "mpi-best", "hvpipe"]
+        usual = ["mpi", "hvpipe"] if options.out else ["mpi", "mpi-best", "hvpipe"]
         own = [f"hvpipe-{name}" for name in ALGORITHMS] if options.algorithm else []
-        arguments["names"] = [*names, *own]
+        arguments["names"] = [*usual, *own]
         if options.no_shared_memory:
             os.environ["HVPIPE_SHARED_MEMORY"] = "0"
             arguments["where"] += ", without shared memory"

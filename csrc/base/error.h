@@ -8,7 +8,7 @@
 namespace hvpipe {
 
 // The kind decides which Python exception is raised. kLost is a peer's, of an MPI that does not know which.
-enum class ErrorKind { kInternal, kMismatch, kDeadline, kPeer, kLost, kUsage };
+enum class ErrorKind { kInternal, kMismatch, kDeadline, kPeer, kUsage, kLost };
 
 class Error : public std::runtime_error {
  public:

@@ -17,10 +17,10 @@ int LargestPower(int ranks) {
 
 // The ranks that exchange: all others hand their array to the rank before them.
 struct Places {
-  int extra;  // pairs at the beginning
   int power;  // ranks that exchange
+  int extra;  // pairs at the beginning
 
-  explicit Places(int ranks) : extra(ranks - LargestPower(ranks)), power(LargestPower(ranks)) {}
+  explicit Places(int ranks) : power(LargestPower(ranks)), extra(ranks - power) {}
   bool HandsOver(int rank) const { return rank < 2 * extra && rank % 2 == 1; }
   bool Takes(int rank) const { return rank < 2 * extra && rank % 2 == 0; }
   int PlaceOf(int rank) const { return rank < 2 * extra ? rank / 2 : rank - extra; }

@@ -113,7 +113,7 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
     collective->Step();
     // Over the network a yield helps, too: MPI on the other ranks of this host has to move the messages.
     Backoff backoff(options_.spins == 0 ? 0 : kBriefSpins);
-    const double now = Now();
+    const double now = over_network ? Now() : 0;
     const auto gives_up = [&] { return over_network ? backoff.Sleeps() : !backoff.Spins(); };
     while (!collective->done() && !gives_up()) {
       backoff.Wait(0);
