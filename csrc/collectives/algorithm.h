@@ -18,11 +18,11 @@ struct AlgorithmRow {
   std::size_t most_bytes;  // of an array; 0: any
 };
 
-// The fastest for `ranks` and an array of `bytes`, by what messages cost: a fixed time each, and a time for
-// their bytes (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-// MPICH", 2005). `most_at_once`: see Transport. The first row that fits decides instead. All ranks choose
-// alike.
-Algorithm AlgorithmFor(int ranks, std::size_t bytes, std::size_t most_at_once,
+// The fastest for `ranks` and an array of `bytes`, by what messages cost: a fixed time each, a time for their
+// bytes, and one for adding these (Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+// operations in MPICH", 2005). `message_bytes`: see Transport. The first row that fits decides instead. All
+// ranks choose alike.
+Algorithm AlgorithmFor(int ranks, std::size_t bytes, double message_bytes,
                        const std::vector<AlgorithmRow>& rows);
 
 }  // namespace hvpipe

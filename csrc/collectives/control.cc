@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collectives/butterfly.h"
+
 namespace hvpipe {
 
 Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double samples, const std::string& what) {
@@ -15,33 +17,64 @@ Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double sample
   return record;
 }
 
-ControlExchange::ControlExchange(Transport& transport, const Record& mine, int tag,
-                                 const std::optional<Record>& from_above)
+ControlExchange::ControlExchange(Transport& transport, const Record& mine, const void* payload, int tag,
+                                 const std::vector<char>& from_above)
     : RecordExchange(transport.rank(), transport.size()),
       transport_(transport),
       tag_(tag),
-      has_above_(from_above.has_value()) {
-  records_.resize(static_cast<std::size_t>(ranks_));
-  records_[0] = mine;
-  if (has_above_) records_[1] = *from_above;
+      has_above_(!from_above.empty()),
+      entry_bytes_(EntryBytes(mine.payload_bytes)),
+      slack_bytes_(kMostPayloadBytes + 8 * static_cast<std::size_t>(ranks_)),
+      entries_(static_cast<std::size_t>(ranks_) * entry_bytes_ + slack_bytes_) {
+  std::memcpy(Entry(0), &mine, sizeof mine);
+  if (mine.payload_bytes > 0) std::memcpy(Entry(0) + sizeof mine, payload, mine.payload_bytes);
+  if (!has_above_) return;
+  std::memcpy(Entry(1), from_above.data(), from_above.size());
+  Arrange(1, 1);
 }
 
-// In each round a rank sends the records that it holds to rank - held_ and receives as many from rank +
+// Elements of a payload are at most 8 bytes large.
+std::size_t ControlExchange::EntryBytes(std::size_t payload_bytes) {
+  return sizeof(Record) + (payload_bytes + 7) / 8 * 8;
+}
+
+char* ControlExchange::Entry(int index) const {
+  return static_cast<char*>(entries_.data()) + static_cast<std::size_t>(index) * entry_bytes_;
+}
+
+// A rank that sends entries has room for its own payload in each of them. Move them to their places here.
+void ControlExchange::Arrange(int first, int entries) {
+  char* const begin = Entry(first);
+  Record sender;
+  std::memcpy(&sender, begin, sizeof sender);
+  const std::size_t theirs = EntryBytes(sender.payload_bytes);
+  if (theirs == entry_bytes_) return;
+  const auto move = [&](int index) {
+    std::memmove(begin + static_cast<std::size_t>(index) * entry_bytes_,
+                 begin + static_cast<std::size_t>(index) * theirs, sizeof(Record));
+  };
+  for (int i = 1; i < entries; ++i) move(theirs > entry_bytes_ ? i : entries - i);
+}
+
+// In each round a rank sends the entries that it holds to rank - held_ and receives as many from rank +
 // held_.
 bool ControlExchange::Step() {
   bool moved = false;
   while (held_ < ranks_) {
     const int take = std::min(held_, ranks_ - held_);
-    const auto bytes = static_cast<std::size_t>(take) * sizeof(Record);
+    const std::size_t bytes = static_cast<std::size_t>(take) * entry_bytes_;
     if (send_ == kNoTicket && receive_ == kNoTicket) {
       const int above = (rank_ + held_) % ranks_;
       const int below = (rank_ - held_ + ranks_) % ranks_;
       if (held_ > 1 || !has_above_)
-        receive_ = transport_.Irecv(&records_[static_cast<std::size_t>(held_)], bytes, above, tag_);
-      send_ = transport_.Isend(records_.data(), bytes, below, tag_);
+        receive_ = transport_.Irecv(Entry(held_), bytes + slack_bytes_, above, tag_);
+      send_ = transport_.Isend(entries_.data(), bytes, below, tag_);
       moved = true;
     }
-    if (receive_ != kNoTicket && transport_.Test(receive_)) receive_ = kNoTicket;
+    if (receive_ != kNoTicket && transport_.Test(receive_)) {
+      receive_ = kNoTicket;
+      Arrange(held_, take);
+    }
     if (send_ != kNoTicket && transport_.Test(send_)) send_ = kNoTicket;
     if (receive_ != kNoTicket || send_ != kNoTicket) return moved;
     held_ += take;
@@ -63,7 +96,17 @@ std::optional<int> ControlExchange::Missing() const {
 }
 
 const Record& ControlExchange::of(int rank) const {
-  return records_[static_cast<std::size_t>((rank - rank_ + ranks_) % ranks_)];
+  return *reinterpret_cast<const Record*>(EntryOf(rank));
+}
+
+bool GatheredAllReduce::Step() {
+  const bool moved = exchange_->Step();
+  if (summed_ || !exchange_->done()) return moved;
+  check_(*exchange_);
+  std::vector<char*> arrays;
+  for (int rank = 0; rank < exchange_->ranks(); ++rank) arrays.push_back(exchange_->PayloadOf(rank));
+  SumAsDoubling(out_, arrays, dtype_, count_);
+  return summed_ = true;
 }
 
 bool CheckedCollective::Step() {
@@ -121,12 +164,15 @@ Error Disagreement(const std::string& kind, int rank, const std::string& what, i
       ErrorKind::kMismatch);
 }
 
-std::optional<Record> TakeRecord(Transport& transport, int rank, int tag) {
-  if (!transport.Probe(rank, tag)) return std::nullopt;
-  Record record;
-  const Ticket ticket = transport.Irecv(&record, sizeof record, rank, tag);
+std::vector<char> TakeEntry(Transport& transport, int rank, int tag) {
+  if (!transport.Probe(rank, tag)) return {};
+  std::vector<char> entry(ControlExchange::kMostEntryBytes);
+  const Ticket ticket = transport.Irecv(entry.data(), entry.size(), rank, tag);
   while (!transport.Test(ticket)) transport.Poll();
-  return record;
+  Record record;
+  std::memcpy(&record, entry.data(), sizeof record);
+  entry.resize(sizeof record + record.payload_bytes);
+  return entry;
 }
 
 std::uint64_t Hash(const std::string& text) {

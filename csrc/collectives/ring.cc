@@ -6,19 +6,6 @@
 #include "base/vector_loops.h"
 
 namespace hvpipe {
-namespace {
-
-// Below this size, the cost of a message itself outweighs that of its bytes.
-constexpr std::size_t kLeastMessageBytes = 60'000;
-
-// A chunk has several segments, so that a rank can send the first ones on while it receives the others.
-std::size_t SegmentBytes(std::size_t chunk_bytes, std::size_t most) {
-  constexpr std::size_t kSeveral = 4;
-  return std::clamp(chunk_bytes / kSeveral, std::min(kLeastMessageBytes, most), most);
-}
-
-}  // namespace
-
 // Segment `index` counts through the steps of the ring and, inside a step, through the segments of a chunk:
 //
 //   step 0            step 1            ...   step size - 1 (all-gather begins)

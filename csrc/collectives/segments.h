@@ -26,4 +26,13 @@ inline std::size_t SegmentsOf(std::size_t bytes, std::size_t segment_bytes) {
   return std::max<std::size_t>(1, (bytes + segment_bytes - 1) / segment_bytes);
 }
 
+// Below this size, the cost of a message itself outweighs that of its bytes.
+inline constexpr std::size_t kLeastMessageBytes = 60'000;
+
+// The size of the segments of `bytes` that a rank passes on, or adds, while it receives the others.
+inline std::size_t SegmentBytes(std::size_t bytes, std::size_t most) {
+  constexpr std::size_t kSeveral = 4;
+  return std::clamp(bytes / kSeveral, std::min(kLeastMessageBytes, most), most);
+}
+
 }  // namespace hvpipe

@@ -63,6 +63,7 @@ EngineOptions OptionsOf(const nb::kwargs& given) {
   take("timeout_s", options.timeout_s);
   take("first_steps_timeout_s", options.first_steps_timeout_s);
   take("segment_bytes", options.segment_bytes);
+  take("fast_network", options.fast_network);
   take("messages_in_flight", options.messages_in_flight);
   take("slot_bytes", options.slot_bytes);
   take("shared_memory", options.shared_memory);

@@ -1,5 +1,7 @@
 // Blocking collectives, as Python calls them.
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "faces/python.h"
@@ -31,32 +33,67 @@ void AllReduceInto(Engine& engine, const InArray& in, const OutArray& out, const
 }
 
 // The memory of a NumPy array by the buffer protocol, which is 0.2 us faster than DLPack.
-class WritableBuffer {
+class Buffer {
  public:
-  explicit WritableBuffer(const nb::object& array) {
-    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) == 0) return;
-    PyErr_Clear();
-    throw Error(
-        "out should be a writable C-contiguous array. Received: an array that is read-only or not "
-        "C-contiguous",
-        ErrorKind::kUsage);
+  Buffer(const nb::object& array, int flags) {
+    held_ = PyObject_GetBuffer(array.ptr(), &view_, PyBUF_C_CONTIGUOUS | flags) == 0;
+    if (!held_) PyErr_Clear();
   }
-  ~WritableBuffer() { PyBuffer_Release(&view_); }
-  WritableBuffer(const WritableBuffer&) = delete;
-  WritableBuffer& operator=(const WritableBuffer&) = delete;
-  void* data() const { return view_.buf; }
+  ~Buffer() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  bool held() const { return held_; }
+  const Py_buffer& view() const { return view_; }
   std::size_t bytes() const { return static_cast<std::size_t>(view_.len); }
 
  private:
   Py_buffer view_{};
+  bool held_ = false;
 };
 
 void AllReduceInPlace(Engine& engine, const nb::object& array, const std::string& dtype_name, double scale,
                       const std::string& what) {
-  const WritableBuffer buffer(array);
-  CallWithoutGil(
-      [&] { AllReduce(engine, buffer.data(), buffer.data(), buffer.bytes(), dtype_name, scale, what); },
-      array);
+  const Buffer buffer(array, PyBUF_WRITABLE);
+  if (!buffer.held())
+    throw Error(
+        "out should be a writable C-contiguous array. Received: an array that is read-only or not "
+        "C-contiguous",
+        ErrorKind::kUsage);
+  void* const data = buffer.view().buf;
+  CallWithoutGil([&] { AllReduce(engine, data, data, buffer.bytes(), dtype_name, scale, what); }, array);
+}
+
+// The name of the elements; null: not one that the buffer protocol and the engine know.
+const char* NameOf(const Py_buffer& view) {
+  const auto aligned = reinterpret_cast<std::uintptr_t>(view.buf) % static_cast<std::size_t>(view.itemsize);
+  if (aligned != 0 || view.format == nullptr || view.format[0] == '\0' || view.format[1] != '\0') return nullptr;
+  switch (view.format[0]) {
+    case 'f':
+      return "float32";
+    case 'd':
+      return "float64";
+    case 'e':
+      return "float16";
+    default:
+      return nullptr;
+  }
+}
+
+// Of two plain arrays of one shape and dtype. False, and nothing is done, if they are something else. Python's
+// own checks take longer than a small array to reduce.
+bool AllReducePlain(Engine& engine, const nb::object& array, const nb::object& out, double scale,
+                    const std::string& what) {
+  const Buffer from(array, PyBUF_FORMAT), to(out, PyBUF_FORMAT | PyBUF_WRITABLE);
+  if (!from.held() || !to.held()) return false;
+  const Py_buffer &in = from.view(), &target = to.view();
+  const char* const name = NameOf(in);
+  const bool alike = name != nullptr && NameOf(target) == name && in.ndim == target.ndim &&
+                     std::equal(in.shape, in.shape + in.ndim, target.shape);
+  if (!alike) return false;
+  CallWithoutGil([&] { AllReduce(engine, in.buf, target.buf, from.bytes(), name, scale, what); }, array, out);
+  return true;
 }
 
 std::pair<bool, std::string> UseDevice(Engine& engine, const std::string& library, int ordinal,
@@ -124,6 +161,8 @@ void BindCollectives(EngineClass& engine) {
   engine
       .def("all_reduce", &AllReduceInto, nb::arg("array"), nb::arg("out").noconvert(), nb::arg("dtype"),
            nb::arg("scale"), nb::arg("what"))
+      .def("all_reduce_plain", &AllReducePlain, nb::arg("array"), nb::arg("out"), nb::arg("scale"),
+           nb::arg("what"))
       .def("all_reduce_in_place", &AllReduceInPlace, nb::arg("array"), nb::arg("dtype"), nb::arg("scale"),
            nb::arg("what"))
       .def("broadcast", &Broadcast, nb::arg("array").noconvert(), nb::arg("root"), nb::arg("what"))

@@ -16,19 +16,27 @@ void Agreement::AddStage(Operation& operation, double samples, std::uint64_t sig
       &order_);
 }
 
-void Agreement::AddStageBeside(Operation& operation, Operation::MakeCollective collective) {
-  operation.AddStage([this, collective = std::move(collective)](
-                         const Operation& op) { return MakeBeside(op.what, op.sequence(), collective(op)); },
-                     &order_);
+Record Agreement::RecordOf(const std::string& what, std::uint64_t sequence) const {
+  Record record = MakeRecord(Hash(what), sequence, 0, what);
+  record.requests = own_requests_;
+  return record;
 }
 
 std::unique_ptr<Collective> Agreement::MakeBeside(const std::string& what, std::uint64_t sequence,
                                                   std::unique_ptr<Collective> collective) {
-  Record record = MakeRecord(Hash(what), sequence, 0, what);
-  record.requests = own_requests_;
   return std::make_unique<CheckedCollective>(
-      network_.MakeExchange(record), [this](const RecordExchange& exchange) { Check(exchange); },
-      std::move(collective));
+      network_.MakeExchange(RecordOf(what, sequence)),
+      [this](const RecordExchange& exchange) { Check(exchange); }, std::move(collective));
+}
+
+std::unique_ptr<Collective> Agreement::MakeWithin(const std::string& what, std::uint64_t sequence,
+                                                  const void* in, void* out, std::size_t count,
+                                                  DType dtype) {
+  Record record = RecordOf(what, sequence);
+  record.payload_bytes = static_cast<std::uint32_t>(count * SizeOf(dtype));
+  return std::make_unique<GatheredAllReduce>(
+      network_.MakeExchange(record, in), [this](const RecordExchange& exchange) { Check(exchange); }, out,
+      count, dtype);
 }
 
 const RecordExchange* Agreement::ExchangeOf(const Operation& operation) {

@@ -3,7 +3,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 
 #include "collectives/control.h"
 #include "progress/network.h"
@@ -29,12 +32,17 @@ class Agreement {
   // differ.
   const RecordExchange& Checked(const Operation& operation);
 
-  // Make `collective`, and beside it an exchange that checks that all ranks are at `what`, the first stage of
-  // `operation`.
-  void AddStageBeside(Operation& operation, Operation::MakeCollective collective);
-  // The same as a single collective, for an operation of this sequence number with no other under way.
+  // `collective`, and beside it an exchange that checks that all ranks are at `what`, for the operation of this
+  // sequence number.
   std::unique_ptr<Collective> MakeBeside(const std::string& what, std::uint64_t sequence,
                                          std::unique_ptr<Collective> collective);
+  // An all-reduce whose array travels within such an exchange. Only if GatheredAllReduce::Fits.
+  std::unique_ptr<Collective> MakeWithin(const std::string& what, std::uint64_t sequence, const void* in,
+                                         void* out, std::size_t count, DType dtype);
+  // Make one of these the first stage of `operation`, in turn with other exchanges.
+  void AddStage(Operation& operation, Operation::MakeCollective make) {
+    operation.AddStage(std::move(make), &order_);
+  }
 
   // Let this rank's records carry these bits from now on.
   void SetRequests(std::uint64_t bits) { own_requests_ = bits; }
@@ -49,6 +57,7 @@ class Agreement {
   const Record* Unanswered();
 
  private:
+  Record RecordOf(const std::string& what, std::uint64_t sequence) const;
   static const RecordExchange* ExchangeOf(const Operation& operation);
   void Check(const RecordExchange& exchange);
 

@@ -47,20 +47,18 @@ std::optional<int> BlockingCalls::OwnTag(const std::string& what, const Transpor
   return kFirst + static_cast<int>(key % static_cast<std::uint64_t>(ring.most_tag() - kFirst));
 }
 
-// The array travels while the ranks compare what they are at: one round trip less.
+// The array travels with what the ranks compare, or while they do: one round trip less.
 void BlockingCalls::AllReduceChecked(const void* in, void* out, std::size_t count, DType dtype, double scale,
-                                     const std::string& what, int tag, Transport& ring,
+                                     const std::string& what, Transport& ring, std::optional<int> own_tag,
                                      const Interrupt& interrupt) {
-  const auto all_reduce = [&](const Operation&) {
-    return route_.MakeAllReduce(ring, in, out, count, dtype, tag);
-  };
   const auto make = [&](std::uint64_t sequence) {
-    return agreement_.MakeBeside(what, sequence, route_.MakeAllReduce(ring, in, out, count, dtype, tag));
+    if (!own_tag) return agreement_.MakeWithin(what, sequence, in, out, count, dtype);
+    return agreement_.MakeBeside(what, sequence, route_.MakeAllReduce(ring, in, out, count, dtype, *own_tag));
   };
   const auto queued = [&] {
     auto operation = MakeOperation(what);
     operation->traced = "reduce";
-    agreement_.AddStageBeside(*operation, all_reduce);
+    agreement_.AddStage(*operation, [&](const Operation& op) { return make(op.sequence()); });
     return operation;
   };
   progress_.RunBrief(std::ref(make), std::ref(queued), interrupt, true);
@@ -76,10 +74,14 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   const Turns::Turn turn = TakeTurn(interrupt);
   SharedWindow* const window = route_.only_window();
   Transport* const ring = route_.only_ring();
-  const bool by_own = ring != nullptr && !route_.ring_is_mpis(count * SizeOf(dtype));
-  const std::optional<int> own_tag = by_own ? OwnTag(what, *ring) : std::nullopt;
-  if (own_tag && (dtype != DType::kFloat16 || scale == 1.0) && count * SizeOf(dtype) <= kBesideCheckBytes)
-    return AllReduceChecked(in, out, count, dtype, scale, what, *own_tag, *ring, interrupt);
+  const std::size_t bytes = count * SizeOf(dtype);
+  if (ring != nullptr && !route_.ring_is_mpis(bytes) && (dtype != DType::kFloat16 || scale == 1.0)) {
+    const bool within = GatheredAllReduce::Fits(ring->size(), bytes) &&
+                        network_.AlgorithmOf(*ring, bytes) == Algorithm::kDoubling;
+    const auto own_tag = within || bytes > kBesideCheckBytes ? std::nullopt : OwnTag(what, *ring);
+    if (within || own_tag)
+      return AllReduceChecked(in, out, count, dtype, scale, what, *ring, own_tag, interrupt);
+  }
   if (window == nullptr) CheckSameCall(what, interrupt);
   if (dtype == DType::kFloat16 && scale != 1.0) {  // scale first: the sum may exceed the range of float16
     ScaleAndCast(in, dtype, out, dtype, count, scale);
@@ -105,7 +107,7 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
     if (first_look_s == 0) first_look_s = Now();
     if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(*window, *own);
   };
-  if (count * SizeOf(dtype) > window->slot_bytes()) return progress_.Run(queued(), std::ref(watched));
+  if (bytes > window->slot_bytes()) return progress_.Run(queued(), std::ref(watched));
   const auto make = [&](std::uint64_t sequence) {
     return route_.MakeSharedReduce(OperationTagOf(what, sequence), buffers, dtype, scale,
                                    SharedMemoryReduce::Result::kAll);

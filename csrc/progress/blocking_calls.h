@@ -64,7 +64,8 @@ class BlockingCalls {
  private:
   std::optional<int> OwnTag(const std::string& what, const Transport& ring);
   void AllReduceChecked(const void* in, void* out, std::size_t count, DType dtype, double scale,
-                        const std::string& what, int tag, Transport& ring, const Interrupt& interrupt);
+                        const std::string& what, Transport& ring, std::optional<int> own_tag,
+                        const Interrupt& interrupt);
   void RunChecked(const std::string& what, Operation::MakeCollective make, const Interrupt& interrupt);
   void CheckNobodyWaits(const std::string& shown);
   void CheckPeersAreHere(SharedWindow& window, const Operation& own);

@@ -65,6 +65,9 @@ MpiNetwork::MpiNetwork(MPI_Comm world, const EngineOptions& options, Counters& c
 MpiNetwork::MpiNetwork(const Worlds& worlds, const EngineOptions& options, Counters& counters)
     : Network(options, worlds.topology, counters), world_(worlds.own) {
   MPI_Comm local = worlds.local;
+  const auto connect = [&](MPI_Comm communicator) {
+    return std::make_unique<MpiTransport>(communicator, options.fast_network, MpiTransport::Small::kSent);
+  };
   const auto& rows = options.algorithms;
   const bool sums = std::any_of(rows.begin(), rows.end(),
                                 [](const AlgorithmRow& row) { return row.algorithm == Algorithm::kMpi; });
@@ -74,7 +77,7 @@ MpiNetwork::MpiNetwork(const Worlds& worlds, const EngineOptions& options, Count
     MPI_Comm leaders = Split(world_, leads ? 0 : MPI_UNDEFINED, topology_.rank);
     if (leads) {
       if (sums) leader_sums_ = std::make_unique<MpiSums>(Duplicate(leaders));
-      leaders_ = std::make_unique<MpiTransport>(leaders);
+      leaders_ = connect(leaders);
     }
     const auto window = [&] {
       auto memory = std::make_unique<MpiHostMemory>(Duplicate(local),
@@ -86,12 +89,12 @@ MpiNetwork::MpiNetwork(const Worlds& worlds, const EngineOptions& options, Count
   }
   HVPIPE_MPI(MPI_Comm_free(&local));
   message_world_ = Duplicate(world_);
-  messages_ = std::make_unique<MpiTransport>(message_world_);
-  named_ = std::make_unique<MpiTransport>(Duplicate(world_));
+  messages_ = std::make_unique<MpiTransport>(message_world_, options.fast_network);
+  named_ = std::make_unique<MpiTransport>(Duplicate(world_), options.fast_network);
   texts_ = std::make_unique<MpiTextMessages>(Duplicate(world_));
   requests_ = std::make_unique<MpiTextMessages>(Duplicate(world_));
   if (sums) sums_ = std::make_unique<MpiSums>(Duplicate(world_));
-  ring_ = std::make_unique<MpiTransport>(world_);
+  ring_ = connect(world_);
 }
 
 std::unique_ptr<Transport> MpiNetwork::MakeGroup(const std::vector<int>& ranks) {
@@ -102,7 +105,7 @@ std::unique_ptr<Transport> MpiNetwork::MakeGroup(const std::vector<int>& ranks) 
   HVPIPE_MPI(MPI_Comm_create_group(message_world_, some, kGroupTag, &communicator));
   HVPIPE_MPI(MPI_Group_free(&some));
   HVPIPE_MPI(MPI_Group_free(&everyone));
-  return std::make_unique<MpiTransport>(communicator);
+  return std::make_unique<MpiTransport>(communicator, options_.fast_network, MpiTransport::Small::kSent);
 }
 
 void MpiNetwork::Poll() {

@@ -7,7 +7,6 @@
 #include <thread>
 #include <utility>
 
-#include "collectives/algorithm.h"
 #include "collectives/butterfly.h"
 #include "collectives/ring.h"
 #include "collectives/shared_memory_broadcast.h"
@@ -32,17 +31,20 @@ std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, const void* in, 
   return std::make_unique<RingAllReduce>(ranks, budget_, counters_, in, out, count, dtype, ring);
 }
 
+Algorithm Network::AlgorithmOf(const Transport& ranks, std::size_t bytes) const {
+  const double message_bytes = ranks.message_bytes();
+  const Algorithm chosen = AlgorithmFor(ranks.size(), bytes, message_bytes, options_.algorithms);
+  return chosen == Algorithm::kMpi ? AlgorithmFor(ranks.size(), bytes, message_bytes, {}) : chosen;
+}
+
 std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, const void* in, void* out,
                                                    std::size_t count, DType dtype, int tag) {
-  const ButterflyAllReduce::Options options{options_.segment_bytes, tag};
   const auto butterfly = [&](std::vector<ButterflyStep> steps) {
-    return std::make_unique<ButterflyAllReduce>(ranks, counters_, in, out, dtype, std::move(steps), options);
+    const ButterflyAllReduce::Options options{options_.segment_bytes, options_.messages_in_flight, tag};
+    return std::make_unique<ButterflyAllReduce>(ranks, budget_, counters_, in, out, count, dtype,
+                                                std::move(steps), options);
   };
-  const std::size_t bytes = count * SizeOf(dtype);
-  Algorithm algorithm = AlgorithmFor(ranks.size(), bytes, ranks.most_at_once(), options_.algorithms);
-  // Not in the order of MPI's own sums, so not by them.
-  if (algorithm == Algorithm::kMpi) algorithm = AlgorithmFor(ranks.size(), bytes, ranks.most_at_once(), {});
-  switch (algorithm) {
+  switch (AlgorithmOf(ranks, count * SizeOf(dtype))) {
     case Algorithm::kDoubling:
       return butterfly(DoublingSteps(ranks.rank(), ranks.size(), count));
     case Algorithm::kHalving:
@@ -55,19 +57,19 @@ std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, const void*
 }
 
 MpiSums* Network::SumsFor(const Transport& ranks, std::size_t bytes) const {
-  if (AlgorithmFor(ranks.size(), bytes, ranks.most_at_once(), options_.algorithms) != Algorithm::kMpi)
+  if (AlgorithmFor(ranks.size(), bytes, ranks.message_bytes(), options_.algorithms) != Algorithm::kMpi)
     return nullptr;
   return &ranks == leaders_.get() ? leader_sums_.get() : &ranks == ring_.get() ? sums_.get() : nullptr;
 }
 
-std::unique_ptr<RecordExchange> Network::MakeExchange(const Record& mine) {
-  return std::make_unique<ControlExchange>(*ring_, mine, kControlTag, std::exchange(early_, std::nullopt));
+std::unique_ptr<ControlExchange> Network::MakeExchange(const Record& mine, const void* payload) {
+  return std::make_unique<ControlExchange>(*ring_, mine, payload, kControlTag, std::exchange(early_, {}));
 }
 
-// A rank sends its first record to the rank below it, so each rank looks at the rank above.
+// A rank sends its first entry to the rank below it, so each rank looks at the rank above.
 const Record* Network::EarlyRecord() {
-  if (!early_) early_ = TakeRecord(*ring_, (topology_.rank + 1) % topology_.size, kControlTag);
-  return early_ ? &*early_ : nullptr;
+  if (early_.empty()) early_ = TakeEntry(*ring_, (topology_.rank + 1) % topology_.size, kControlTag);
+  return early_.empty() ? nullptr : reinterpret_cast<const Record*>(early_.data());
 }
 
 std::unique_ptr<Collective> Network::MakeGather(Transport& ranks, const void* in, void* out,

@@ -11,6 +11,7 @@
 
 #include "base/dtype.h"
 #include "base/telemetry.h"
+#include "collectives/algorithm.h"
 #include "collectives/collective.h"
 #include "collectives/control.h"
 #include "collectives/gather.h"
@@ -72,7 +73,9 @@ class Network {
                                        DType dtype, int tag, bool only_gather = false);
 
   // Between all ranks. `tag` tells collectives apart that are under way at the same time.
-  std::unique_ptr<RecordExchange> MakeExchange(const Record& mine);
+  std::unique_ptr<ControlExchange> MakeExchange(const Record& mine, const void* payload = nullptr);
+  // The fastest algorithm for an array of so many bytes; not MPI's own.
+  Algorithm AlgorithmOf(const Transport& ranks, std::size_t bytes) const;
   // A record that has arrived from another rank before this rank's exchange; null if none has. The next
   // exchange still gets it. For the driving thread.
   const Record* EarlyRecord();
@@ -157,7 +160,7 @@ class Network {
  private:
   Counters& counters_;
   SendBudget budget_;                // the ring messages that this rank may have under way
-  std::optional<Record> early_;      // of the next rank, if it arrived before its exchange began
+  std::vector<char> early_;  // the entry of the next rank, if it arrived before its exchange began
   mutable std::mutex groups_mutex_;  // guards the list; the driving thread uses the transports
   std::vector<std::unique_ptr<Transport>> groups_;
 };

@@ -8,6 +8,8 @@
 namespace hvpipe {
 namespace {
 
+constexpr std::size_t kSmallBytes = 20'000;
+
 std::vector<int> RanksInJob(MPI_Comm communicator, int size) {
   std::vector<int> peers(static_cast<std::size_t>(size)), ranks(peers.size());
   std::iota(peers.begin(), peers.end(), 0);
@@ -22,7 +24,8 @@ std::vector<int> RanksInJob(MPI_Comm communicator, int size) {
 
 }  // namespace
 
-MpiTransport::MpiTransport(MPI_Comm communicator) : communicator_(communicator) {
+MpiTransport::MpiTransport(MPI_Comm communicator, bool fast, Small small)
+    : communicator_(communicator), fast_(fast), small_(small) {
   HVPIPE_MPI(MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN));
   HVPIPE_MPI(MPI_Comm_rank(communicator_, &rank_));
   HVPIPE_MPI(MPI_Comm_size(communicator_, &size_));
@@ -51,8 +54,9 @@ Ticket MpiTransport::NewTicket() {
 // completes the send limits how far a sender gets ahead of its receiver.
 Ticket MpiTransport::Isend(const void* data, std::size_t bytes, int peer, int tag) {
   const Ticket ticket = NewTicket();
-  HVPIPE_MPI(MPI_Issend(data, static_cast<int>(bytes), MPI_BYTE, peer, tag, communicator_,
-                        &requests_[static_cast<std::size_t>(ticket)]));
+  const auto send = small_ == Small::kSent && bytes <= kSmallBytes ? &MPI_Isend : &MPI_Issend;
+  HVPIPE_MPI(send(data, static_cast<int>(bytes), MPI_BYTE, peer, tag, communicator_,
+                  &requests_[static_cast<std::size_t>(ticket)]));
   return ticket;
 }
 

@@ -33,9 +33,12 @@ class Transport {
   // True if a message of this peer and tag has arrived and no receive matches it yet.
   virtual bool Probe(int peer, int tag) = 0;
 
-  // The bytes of one array that a rank may have under way to a peer that is not ready for it, and not hold up
+  // The bytes of an array that a rank may have under way to a peer that is not ready for it, and not hold up
   // other messages. The same on all ranks.
   virtual std::size_t most_at_once() const = 0;
+
+  // A message of so many bytes takes about twice the time of an empty one.
+  virtual double message_bytes() const = 0;
 
   // The largest tag; the same on all ranks.
   virtual int most_tag() const = 0;

@@ -24,11 +24,11 @@ from hvpipe.environment.native import (
     read_build_info,
     tensorflow_fits,
 )
-from hvpipe.environment.this_host import interfaces
+from hvpipe.environment.this_host import fast_network, interfaces
 from hvpipe.errors import LaunchError
 from hvpipe.monitor import core_binding
 from hvpipe.monitor.nvml import Nvml, NvmlMissing
-from hvpipe.world.ethernet import fast_network, usable
+from hvpipe.world.ethernet import usable
 from hvpipe.world.versions import OLDEST_KERAS, is_older
 
 State = Literal["ok", "absent", "problem"]

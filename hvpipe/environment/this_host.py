@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+# Classes in /sys/class. Omni-Path, RoCE and EFA cards are in "infiniband", Slingshot's in "cxi".
+_FAST_NETWORKS = ("infiniband", "cxi")
+
 
 class CpuMeter:
     """Measures CPU use between readings. Without psutil every reading is None."""
@@ -107,3 +110,11 @@ def interfaces() -> list[Interface]:
                 )
             )
     return found
+
+
+def fast_network() -> str:
+    """Return the name of a card of this host with which MPI is faster than TCP, or "" without one."""
+    for kind in _FAST_NETWORKS:
+        for card in sorted(Path("/sys/class", kind).glob("*")):
+            return card.name
+    return ""

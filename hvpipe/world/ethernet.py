@@ -14,14 +14,11 @@ from typing import Any
 
 from hvpipe.environment.discover import Launch, TcpInterfaces, tcp_interfaces
 from hvpipe.environment.settings import Backend, Settings
-from hvpipe.environment.this_host import Interface, interfaces
+from hvpipe.environment.this_host import Interface, fast_network, interfaces
 from hvpipe.errors import InitError
 from hvpipe.log import logger
 from hvpipe.world.mpi import MpiWorld
 from hvpipe.world.tcp import TcpWorld, connect_mesh
-
-FAST_NETWORKS = ("infiniband", "cxi")
-"""Classes in /sys/class. Omni-Path, RoCE and EFA cards are in "infiniband", Slingshot's in "cxi"."""
 
 _MOST_RANKS = 128  # each has a connection to every other one
 _CONNECT_S = 15.0  # all ranks are there already
@@ -140,14 +137,6 @@ def usable(found: Sequence[Interface], asked: TcpInterfaces) -> tuple[Interface,
         and not each.between_two
         and not ipaddress.ip_address(each.ip).is_link_local
     )
-
-
-def fast_network() -> str:
-    """Return the name of a card of this host with which MPI is faster than TCP, or "" without one."""
-    for kind in FAST_NETWORKS:
-        for card in sorted(Path("/sys/class", kind).glob("*")):
-            return card.name
-    return ""
 
 
 def _own_place(ranks: MpiWorld, settings: Settings) -> Place:

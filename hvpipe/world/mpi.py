@@ -20,6 +20,7 @@ from hvpipe.environment.discover import Launch, eager_bytes, fault_tolerance_ask
 from hvpipe.environment.job_folder import abort_marker
 from hvpipe.environment.native import check_mpi, import_native
 from hvpipe.environment.settings import Settings, job_folder
+from hvpipe.environment.this_host import fast_network
 from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
 from hvpipe.world.clock_offset import clock_offset_s
 from hvpipe.world.limited_call import limited_call
@@ -31,6 +32,7 @@ from hvpipe.world.world import RunningRanks
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_FAST_SEGMENT_BYTES = 1 << 20  # of memory and of fast networks, where a handshake costs little
 _LONGEST_ABORT_S = 10
 _LEAST_INIT_S = 60.0
 """Ranks may start at different times, also if they must answer sooner later on."""
@@ -85,7 +87,10 @@ class MpiWorld:
             local.Free()
         self._engine_handle: int = self._engine_comm.py2f()
         self._closed = False
-        self.eager_bytes: int = min(self.allgather_object(eager_bytes(self.library_version)))
+        found = self.allgather_object((eager_bytes(self.library_version), fast_network() != ""))
+        self._fast = self.local_size == self.size or all(fast for _, fast in found)
+        # Leave room for headers.
+        self._segment_bytes = _FAST_SEGMENT_BYTES if self._fast else min(eager for eager, _ in found) * 15 // 16
 
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks. Collective."""
@@ -96,7 +101,8 @@ class MpiWorld:
                 self._engine_handle,
                 shared_memory=shared_memory,
                 ranks_per_host=settings.ranks_per_host,
-                **settings.engine_options(self.eager_bytes * 15 // 16),  # leave room for headers
+                fast_network=self._fast,
+                **settings.engine_options(self._segment_bytes),
             )
 
     def watch(self, lost: Callable[[list[int]], None]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from native_build import build
 
-ALGORITHMS = ("doubling", "halving", "ring")
+ALGORITHMS = ("doubling", "halving", "ring", "gathered")
 Case = tuple[str, int, int, int, bool, int]
 """Algorithm, ranks, elements, bytes of a message, whether it sums in place, and the seed of delays."""
 
@@ -27,32 +27,32 @@ def run(cases: list[Case]) -> list[int]:
     return [int(line.split()[1]) for line in lines]
 
 
+def cases(names: tuple[str, ...], ranks: int, elements: tuple[int, int], segments: list[int]) -> st.SearchStrategy[list[Case]]:
+    """Any cases of these algorithms, with at most so many ranks."""
+    counts, seeds = st.integers(*elements), st.integers(0, 1 << 30)
+    whole = (st.sampled_from(names), st.integers(2, ranks), counts, st.sampled_from(segments), st.booleans())
+    return st.lists(st.tuples(*whole, seeds), min_size=1, max_size=20)
+
+
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from((*ALGORITHMS, "broadcast")),
-            st.integers(2, 40),
-            st.integers(0, 300),
-            st.sampled_from([4, 64, 60_000]),
-            st.booleans(),
-            st.integers(0, 1 << 30),
-        ),
-        min_size=1,
-        max_size=20,
-    )
-)
-def test_any_number_of_ranks_and_elements(cases: list[Case]) -> None:
-    run(cases)
+@given(cases((*ALGORITHMS, "broadcast"), 40, (0, 300), [4, 64, 60_000]))
+def test_any_number_of_ranks_and_elements(found: list[Case]) -> None:
+    run(found)
+
+
+@settings(max_examples=10, deadline=None)
+@given(cases(("doubling", "halving", "ring"), 9, (60_001, 90_000), [9_000, 60_000]))
+def test_large_arrays_wait_for_signals_and_for_the_budget(found: list[Case]) -> None:
+    run(found)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_many_ranks(algorithm: str) -> None:
     sizes = (5, 7, 8, 16, 17, 31, 32, 33, 63, 64)
-    messages = run([(algorithm, ranks, 640, 60_000, True, ranks) for ranks in sizes])
+    messages = run([(algorithm, ranks, 100, 60_000, True, ranks) for ranks in sizes])
     for ranks, most in zip(sizes, messages, strict=True):
         rounds = math.ceil(math.log2(ranks))
-        assert most <= {"doubling": rounds + 1, "halving": 2 * rounds + 1, "ring": 2 * ranks}[algorithm]
+        assert most <= {"doubling": rounds + 1, "halving": 2 * rounds + 1, "ring": 2 * ranks, "gathered": rounds}[algorithm]
 
 
 def test_the_messages_of_a_small_broadcast_grow_as_the_logarithm_of_the_ranks() -> None:

@@ -109,7 +109,8 @@ class MemoryTransport : public hvpipe::Transport {
     return true;
   }
   bool Probe(int, int) override { return false; }
-  std::size_t most_at_once() const override { return 1 << 20; }
+  std::size_t most_at_once() const override { return 240'000; }
+  double message_bytes() const override { return 20e3; }
   int most_tag() const override { return 1 << 20; }
   void Free() override {}
 
@@ -140,7 +141,16 @@ std::unique_ptr<hvpipe::Collective> Make(const Case& given, hvpipe::Transport& t
                                          const void* in, void* out) {
   if (given.algorithm == "agreement")
     return std::make_unique<hvpipe::ControlExchange>(
-        transport, hvpipe::MakeRecord(hvpipe::Hash("call"), 7, transport.rank(), "call"), 0, std::nullopt);
+        transport, hvpipe::MakeRecord(hvpipe::Hash("call"), 7, transport.rank(), "call"), nullptr, 0,
+        std::vector<char>{});
+  if (given.algorithm == "gathered") {
+    hvpipe::Record record = hvpipe::MakeRecord(hvpipe::Hash("call"), 7, 0, "call");
+    record.payload_bytes = static_cast<std::uint32_t>(given.count * sizeof(float));
+    return std::make_unique<hvpipe::GatheredAllReduce>(
+        std::make_unique<hvpipe::ControlExchange>(transport, record, in, 0, std::vector<char>{}),
+        [](const hvpipe::RecordExchange& exchange) { exchange.CheckAgreement(); }, out, given.count,
+        hvpipe::DType::kFloat32);
+  }
   if (given.algorithm == "broadcast") {
     const hvpipe::MessageOptions message{0, 0, given.segment_bytes, 8};
     return std::make_unique<hvpipe::Broadcast>(transport, counters, out, given.count * sizeof(float),
@@ -156,8 +166,8 @@ std::unique_ptr<hvpipe::Collective> Make(const Case& given, hvpipe::Transport& t
                    ? hvpipe::DoublingSteps(transport.rank(), given.ranks, given.count)
                    : hvpipe::HalvingSteps(transport.rank(), given.ranks, given.count);
   return std::make_unique<hvpipe::ButterflyAllReduce>(
-      transport, counters, in, out, hvpipe::DType::kFloat32, std::move(steps),
-      hvpipe::ButterflyAllReduce::Options{given.segment_bytes, 0});
+      transport, budget, counters, in, out, given.count, hvpipe::DType::kFloat32, std::move(steps),
+      hvpipe::ButterflyAllReduce::Options{given.segment_bytes, 3, 0});
 }
 
 std::string Run(const Case& given) {
@@ -178,7 +188,8 @@ std::string Run(const Case& given) {
     collectives.push_back(Make(given, *transports[at], *budgets[at], counters[at], ins[at].data(),
                                given.in_place ? ins[at].data() : outs[at].data()));
   }
-  std::size_t done = 0;
+  auto done = static_cast<std::size_t>(
+      std::count_if(collectives.begin(), collectives.end(), [](const auto& one) { return one->done(); }));
   for (long turn = 0; done < collectives.size(); ++turn) {
     if (turn > 4'000'000) return "it does not end: rank 0 waits for " + collectives[0]->Waiting();
     const std::size_t at = wires.Pick(static_cast<unsigned>(given.ranks));
