@@ -24,12 +24,17 @@ bool SharedMemoryBroadcast::Step() {
   return shared_.rank() == root_ ? Send() : Receive();
 }
 
+// Whether this rank has read the chunks before: those of a gather are written first.
+bool SharedMemoryBroadcast::HasRead(std::uint64_t chunks) const {
+  return shared_.read(shared_.rank()).load(std::memory_order_relaxed) == chunks;
+}
+
 // Advances all three counters of this rank for every chunk, so that the counters of all ranks stay equal.
 bool SharedMemoryBroadcast::Send() {
   bool moved = false;
   while (!finished_) {
     const std::uint64_t at = shared_.position;
-    if (at >= shared_.slots() && !shared_.AllRead(at - shared_.slots() + 1)) break;
+    if (!HasRead(at) || (at >= shared_.slots() && !shared_.AllRead(at - shared_.slots() + 1))) break;
     const std::size_t bytes = std::min(shared_.slot_bytes(), bytes_ - moved_);
     SharedWindow::SlotHeader& header = shared_.header(root_, at);
     header.signature = tag_.signature;
@@ -54,7 +59,7 @@ bool SharedMemoryBroadcast::Receive() {
     const std::uint64_t at = shared_.position;
     if (shared_.written(root_).load(std::memory_order_acquire) < at + 1) break;
     const SharedWindow::SlotHeader& header = shared_.header(root_, at);
-    if (header.sequence != tag_.sequence) break;  // another operation is next
+    if (header.sequence != tag_.sequence || !HasRead(at)) break;  // another operation is next
     const std::size_t bytes = static_cast<std::size_t>(header.bytes);
     if (moved_ + bytes > bytes_) throw Error("internal: a broadcast has more bytes than this rank expects");
     Copy(data_ + moved_, shared_.slot(root_, at), bytes);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "base/telemetry.h"
@@ -23,6 +24,7 @@ class SharedMemoryBroadcast : public Collective {
   double GraceS() const override { return shared_.rank() == root_ ? 0 : 1; }
 
  private:
+  bool HasRead(std::uint64_t chunks) const;
   bool Send();
   bool Receive();
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/aligned_buffer.h"
 #include "base/vector_loops.h"
 #include "collectives/control.h"
 
@@ -22,8 +23,10 @@ SharedMemoryReduce::SharedMemoryReduce(SharedWindow& window, Counters& counters,
       element_(SizeOf(dtype)),
       sum_(std::move(sum)),
       result_(result) {
-  per_chunk_ = window.slot_bytes() / element_;
-  chunks_ = std::max<std::uint64_t>(1, (count + per_chunk_ - 1) / per_chunk_);
+  const auto ranks = static_cast<std::size_t>(window.size());
+  per_rank_ = window.slot_bytes() / ranks / kAlignment * kAlignment / element_;
+  const std::size_t per_chunk = slices() ? per_rank_ : window.slot_bytes() / element_;
+  chunks_ = SegmentsOf(slices() ? SplitEvenly(count, ranks, 0).count : count, per_chunk);
 }
 
 SharedMemoryReduce::SharedMemoryReduce(SharedWindow& window, Counters& counters, OperationTag tag,
@@ -46,11 +49,20 @@ void SharedMemoryReduce::Begin() {
 
 bool SharedMemoryReduce::SumsWhole() const {
   const std::size_t small_bytes = shared_.size() == 2 ? 128u << 10 : 16u << 10;
-  return count_ * element_ <= small_bytes;
+  return !slices() && count_ * element_ <= small_bytes;
 }
 
-Range SharedMemoryReduce::Slice(std::size_t count, int owner) const {
-  return SplitEvenly(count, static_cast<std::size_t>(shared_.size()), static_cast<std::size_t>(owner));
+// A chunk is a range of the array, cut into slices; or it has a part of each rank's slice of the array.
+SharedMemoryReduce::Slice SharedMemoryReduce::SliceOf(std::uint64_t chunk, int owner) const {
+  const auto ranks = static_cast<std::size_t>(shared_.size()), place = static_cast<std::size_t>(owner);
+  if (slices()) {
+    const Range whole = SplitEvenly(count_, ranks, place);
+    const Range part = SplitEvenly(whole.count, chunks_, chunk);
+    return {{whole.first + part.first, part.count}, place * per_rank_};
+  }
+  const Range whole = Chunk(chunk);
+  const Range part = SplitEvenly(whole.count, ranks, place);
+  return {{whole.first + part.first, part.count}, part.first};
 }
 
 Range SharedMemoryReduce::Chunk(std::uint64_t chunk) const {
@@ -88,18 +100,34 @@ bool SharedMemoryReduce::Write() {
     const Range chunk = Chunk(written_);
     WriteHeader(at, chunk.count * element_);
     // No other rank reads the slice that this rank sums itself, so it is not copied.
-    const Range own = SumsWhole() ? Range{chunk.count, 0} : Slice(chunk.count, shared_.rank());
-    const std::size_t after = own.first + own.count;
-    char* slot = shared_.slot(shared_.rank(), at);
-    const char* source = in_ + chunk.first * element_;
-    CopyToPeers(slot, source, own.first * element_);
-    CopyToPeers(slot + after * element_, source + after * element_, (chunk.count - after) * element_);
+    char* const slot = shared_.slot(shared_.rank(), at);
+    if (SumsWhole()) {
+      CopyToPeers(slot, in_ + chunk.first * element_, chunk.count * element_);
+    } else {
+      CopySlices(slot, written_, 0, shared_.rank());
+      CopySlices(slot, written_, shared_.rank() + 1, shared_.size());
+    }
     counters_.shared_memory_bytes += chunk.count * element_;
     ++written_;
     shared_.written(shared_.rank()).store(base_ + written_, std::memory_order_release);
     moved = true;
   }
   return moved;
+}
+
+// Copy what the ranks from `first` until `after` sum. Slices of one chunk of the array adjoin.
+void SharedMemoryReduce::CopySlices(char* slot, std::uint64_t chunk, int first, int after) const {
+  if (first >= after) return;
+  if (slices()) {
+    for (int owner = first; owner < after; ++owner) {
+      const Slice slice = SliceOf(chunk, owner);
+      CopyToPeers(slot + slice.at * element_, in_ + slice.of.first * element_, slice.of.count * element_);
+    }
+    return;
+  }
+  const Slice begin = SliceOf(chunk, first), end = SliceOf(chunk, after - 1);
+  const std::size_t count = end.of.first + end.of.count - begin.of.first;
+  CopyToPeers(slot + begin.at * element_, in_ + begin.of.first * element_, count * element_);
 }
 
 void SharedMemoryReduce::CheckSameOperation(std::uint64_t chunk) const {
@@ -131,15 +159,14 @@ bool SharedMemoryReduce::Reduce() {
     const std::uint64_t at = base_ + reduced_;
     if (!shared_.AllWritten(at + 1)) break;
     if (reduced_ == 0) CheckSameOperation(at);
-    const Range chunk = Chunk(reduced_);
-    const Range slice = Slice(chunk.count, shared_.rank());
-    const std::size_t place = (chunk.first + slice.first) * element_;
-    char* shared = shared_.slot(shared_.rank(), at) + slice.first * element_;
-    if (WantsResult()) {
-      SumChunk(out_ + place, at, slice, in_ + place);
-      CopyToPeers(shared, out_ + place, slice.count * element_);
+    const Slice slice = SliceOf(reduced_, shared_.rank());
+    const std::size_t place = slice.of.first * element_;
+    char* const shared = shared_.slot(shared_.rank(), at) + slice.at * element_;
+    if (WantsResult() || slices()) {
+      SumChunk(out_ + place, at, {slice.at, slice.of.count}, in_ + place);
+      if (!slices()) CopyToPeers(shared, out_ + place, slice.of.count * element_);
     } else {
-      SumChunk(shared, at, slice, in_ + place);
+      SumChunk(shared, at, {slice.at, slice.of.count}, in_ + place);
     }
     ++reduced_;
     shared_.reduced(shared_.rank()).store(base_ + reduced_, std::memory_order_release);
@@ -163,12 +190,12 @@ bool SharedMemoryReduce::Read() {
       // between both.
       shared_.reduced(shared_.rank()).store(at + 1, std::memory_order_release);
     } else {
-      if (!shared_.AllReduced(at + 1)) break;
+      if (!slices() && !shared_.AllReduced(at + 1)) break;
       for (int owner = 0; WantsResult() && owner < shared_.size(); ++owner) {
         if (owner == shared_.rank()) continue;  // already in `out`
-        const Range slice = Slice(chunk.count, owner);
-        Copy(out_ + (chunk.first + slice.first) * element_, shared_.slot(owner, at) + slice.first * element_,
-             slice.count * element_);
+        const Slice slice = SliceOf(read_, owner);
+        Copy(out_ + slice.of.first * element_, shared_.slot(owner, at) + slice.at * element_,
+             slice.of.count * element_);
       }
     }
     ++read_;

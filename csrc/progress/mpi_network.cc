@@ -73,11 +73,16 @@ MpiNetwork::MpiNetwork(const Worlds& worlds, const EngineOptions& options, Count
                                 [](const AlgorithmRow& row) { return row.algorithm == Algorithm::kMpi; });
   const bool hosts_have_one_rank = topology_.hosts == topology_.size;
   if (options.shared_memory && !hosts_have_one_rank) {
-    const bool leads = topology_.local_rank == 0;
-    MPI_Comm leaders = Split(world_, leads ? 0 : MPI_UNDEFINED, topology_.rank);
-    if (leads) {
-      if (sums) leader_sums_ = std::make_unique<MpiSums>(Duplicate(leaders));
-      leaders_ = connect(leaders);
+    // All hosts have as many ranks as all others if each has as many as the average.
+    const int even = topology_.local_size * topology_.hosts == topology_.size ? 1 : 0;
+    int all_even = 0;
+    HVPIPE_MPI(MPI_Allreduce(&even, &all_even, 1, MPI_INT, MPI_MIN, world_));
+    even_ = all_even != 0 && topology_.hosts > 1;
+    const bool takes_part = even_ || topology_.local_rank == 0;
+    MPI_Comm across = Split(world_, takes_part ? topology_.local_rank : MPI_UNDEFINED, topology_.rank);
+    if (takes_part) {
+      if (sums) across_sums_ = std::make_unique<MpiSums>(Duplicate(across));
+      across_ = connect(across);
     }
     const auto window = [&] {
       auto memory = std::make_unique<MpiHostMemory>(Duplicate(local),
@@ -112,7 +117,7 @@ void MpiNetwork::Poll() {
   ring_->Poll();
   messages_->Poll();
   named_->Poll();
-  if (leaders_) leaders_->Poll();
+  if (across_) across_->Poll();
   ForEachGroup([](Transport& group) { group.Poll(); });
 }
 

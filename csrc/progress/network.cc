@@ -21,6 +21,11 @@ bool Network::crowded() const {
   return static_cast<unsigned>(topology_.local_size) > std::thread::hardware_concurrency();
 }
 
+bool Network::sums_slices(std::size_t bytes) const {
+  constexpr std::size_t kLeastBytes = 64 << 10;
+  return even_ && bytes >= kLeastBytes;
+}
+
 std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, const void* in, void* out, std::size_t count,
                                               DType dtype, int tag, bool only_gather) {
   RingAllReduce::Options ring;
@@ -59,7 +64,7 @@ std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, const void*
 MpiSums* Network::SumsFor(const Transport& ranks, std::size_t bytes) const {
   if (AlgorithmFor(ranks.size(), bytes, ranks.message_bytes(), options_.algorithms) != Algorithm::kMpi)
     return nullptr;
-  return &ranks == leaders_.get() ? leader_sums_.get() : &ranks == ring_.get() ? sums_.get() : nullptr;
+  return &ranks == across_.get() ? across_sums_.get() : &ranks == ring_.get() ? sums_.get() : nullptr;
 }
 
 std::unique_ptr<ControlExchange> Network::MakeExchange(const Record& mine, const void* payload) {
@@ -165,10 +170,10 @@ void Network::Free() {
   for (const auto* window : {&named_window_, &broadcast_window_, &reduce_window_}) {
     if (*window) (*window)->Free();
   }
-  for (const auto* sums : {&leader_sums_, &sums_}) {
+  for (const auto* sums : {&across_sums_, &sums_}) {
     if (*sums) (*sums)->Free();
   }
-  for (const auto* transport : {&leaders_, &copies_, &named_, &messages_, &ring_}) {
+  for (const auto* transport : {&across_, &copies_, &named_, &messages_, &ring_}) {
     if (*transport) (*transport)->Free();
   }
 }

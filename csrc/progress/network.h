@@ -53,19 +53,23 @@ class Network {
 
   // All ranks, for rings.
   Transport& ring() const { return *ring_; }
-  // The first rank of each host. Null on other ranks, and if every host has one rank or shared memory is off.
-  Transport* leaders() const { return leaders_.get(); }
+  // The ranks of this local rank on all hosts. Null if shared memory is off or every host has one rank; if
+  // hosts have different numbers of ranks, only first ranks have it.
+  Transport* across() const { return across_.get(); }
+  // Whether a sum among hosts goes by slices, one for each rank of a host, so that all its ranks drive the
+  // network. Else its first rank drives it alone.
+  bool sums_slices(std::size_t bytes) const;
   // Reduces to the first rank of this host, or to all its ranks. Null if shared memory is not used,
   // or if every host has one rank.
   SharedWindow* reduce_window() const { return reduce_window_.get(); }
-  // Broadcasts from the first rank of this host. Null unless there are several hosts and a reduce window.
+  // Broadcasts from the first rank of this host, and gathers. Null unless there are several hosts and a reduce
+  // window.
   SharedWindow* broadcast_window() const { return broadcast_window_.get(); }
   // An all-reduce among `ranks` from `in` to `out`, which may be `in`, by the algorithm that fits their
   // number and the size.
   std::unique_ptr<Collective> MakeAllReduce(Transport& ranks, const void* in, void* out, std::size_t count,
                                             DType dtype, int tag);
-  // What sums an array of so many bytes among all ranks, or the first ranks of hosts, by MPI's own
-  // algorithms. Null if that was not asked for, or if no MPI connects them. The ranks make such sums in one
+  // What sums an array of so many bytes among all ranks, or those of `across`, by MPI's own algorithms. Null if that was not asked for, or if no MPI connects them. The ranks make such sums in one
   // order.
   MpiSums* SumsFor(const Transport& ranks, std::size_t bytes) const;
   // The ring, or the all-gather of RingAllReduce::Options.
@@ -151,10 +155,11 @@ class Network {
 
   const EngineOptions options_;
   const Topology topology_;
-  std::unique_ptr<Transport> ring_, messages_, named_, leaders_;
+  std::unique_ptr<Transport> ring_, messages_, named_, across_;
+  bool even_ = false;  // all hosts have the same number of ranks
   std::unique_ptr<Transport> copies_;  // all-gathers and broadcasts; null: by ring_
   std::unique_ptr<TextMessages> texts_, requests_;
-  std::unique_ptr<MpiSums> sums_, leader_sums_;  // null without MPI
+  std::unique_ptr<MpiSums> sums_, across_sums_;  // null without MPI
   std::unique_ptr<SharedWindow> reduce_window_, broadcast_window_, named_window_;
 
  private:

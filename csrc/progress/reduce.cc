@@ -6,7 +6,9 @@
 #include "base/vector_loops.h"
 #include "collectives/control.h"
 #include "collectives/mpi_all_reduce.h"
+#include "collectives/segments.h"
 #include "collectives/shared_memory_broadcast.h"
+#include "collectives/shared_memory_gather.h"
 
 namespace hvpipe {
 
@@ -26,8 +28,11 @@ Transport* AllReduceRoute::only_ring() const {
 void AllReduceRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers,
                                DType dtype, double scale, int tag) {
   const bool shared_alone = only_window() != nullptr;
+  const bool sliced = !shared_alone && network_.reduce_window() != nullptr &&
+                      network_.sums_slices(buffers->count * SizeOf(dtype));
   if (network_.reduce_window() != nullptr) {
-    const auto result = shared_alone ? SharedMemoryReduce::Result::kAll : SharedMemoryReduce::Result::kLeader;
+    using Result = SharedMemoryReduce::Result;
+    const auto result = shared_alone ? Result::kAll : sliced ? Result::kSlices : Result::kLeader;
     const double shared_scale = shared_alone ? scale : 1.0;
     operation.AddStage(
         [=](const Operation& op) {
@@ -37,8 +42,8 @@ void AllReduceRoute::AddStages(Operation& operation, std::shared_ptr<const Reduc
         &shared_order_);
   }
   if (shared_alone) return;
-  AddRingStage(operation, buffers, dtype, tag);
-  AddSharedBroadcastStage(operation, buffers, dtype);
+  AddRingStage(operation, buffers, dtype, tag, sliced);
+  AddSharedBackStage(operation, buffers, dtype, sliced);
   if (scale != 1.0) {
     auto previous = std::move(operation.check);
     operation.check = [=](Operation& op) {
@@ -49,33 +54,41 @@ void AllReduceRoute::AddStages(Operation& operation, std::shared_ptr<const Reduc
 }
 
 void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
-                                  DType dtype, int tag) {
+                                  DType dtype, int tag, bool sliced) {
   const bool reduced_in_memory = network_.reduce_window() != nullptr;  // which has written `out` already
-  Transport* const ring = reduced_in_memory ? network_.leaders() : &network_.ring();
-  if (ring == nullptr || ring->size() == 1) return;
+  Transport* const ring = reduced_in_memory ? network_.across() : &network_.ring();
+  if (ring == nullptr || ring->size() == 1 || (!sliced && reduced_in_memory && topology().local_rank > 0)) return;
+  const std::size_t element = SizeOf(dtype), ranks = static_cast<std::size_t>(topology().local_size);
+  const auto part = [=, rank = static_cast<std::size_t>(topology().local_rank)] {
+    return sliced ? SplitEvenly(buffers->count, ranks, rank) : Range{0, buffers->count};
+  };
   // Of a table the count is not known yet.
-  MpiSums* const sums =
-      buffers->count == 0 ? nullptr : network_.SumsFor(*ring, buffers->count * SizeOf(dtype));
+  MpiSums* const sums = buffers->count == 0 ? nullptr : network_.SumsFor(*ring, part().count * element);
   operation.AddStage(
       [=](const Operation&) -> std::unique_ptr<Collective> {
-        const void* const in = reduced_in_memory ? buffers->out : buffers->in;
+        const Range own = part();
+        void* const out = static_cast<char*>(buffers->out) + own.first * element;
+        const void* const in = reduced_in_memory ? out : buffers->in;
         if (sums != nullptr)
-          return std::make_unique<MpiAllReduce>(*sums, counters_, ring->size(), in, buffers->out,
-                                                buffers->count, dtype);
-        return MakeAllReduce(*ring, in, buffers->out, buffers->count, dtype, tag);
+          return std::make_unique<MpiAllReduce>(*sums, counters_, ring->size(), in, out, own.count, dtype);
+        return MakeAllReduce(*ring, in, out, own.count, dtype, tag);
       },
       sums == nullptr ? nullptr : &mpi_order_);
 }
 
-// In no common order: the first rank of a host broadcasts in the order in which its rings end.
-void AllReduceRoute::AddSharedBroadcastStage(Operation& operation,
-                                             const std::shared_ptr<const ReduceBuffers>& buffers,
-                                             DType dtype) {
+// In no common order: the first rank of a host goes by the order in which its rings end, and the others follow.
+void AllReduceRoute::AddSharedBackStage(Operation& operation,
+                                        const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype,
+                                        bool sliced) {
   SharedWindow* const window = network_.broadcast_window();
   if (window == nullptr || topology().local_size == 1) return;
-  operation.AddStage([=](const Operation& op) {
-    return std::make_unique<SharedMemoryBroadcast>(*window, counters_, OperationTagOf(op.what, op.sequence()),
-                                                   buffers->out, buffers->count * SizeOf(dtype), 0);
+  operation.AddStage([=](const Operation& op) -> std::unique_ptr<Collective> {
+    auto tag = OperationTagOf(op.what, op.sequence());
+    if (sliced)
+      return std::make_unique<SharedMemoryGather>(*window, counters_, std::move(tag), buffers->out,
+                                                  buffers->count, SizeOf(dtype));
+    return std::make_unique<SharedMemoryBroadcast>(*window, counters_, std::move(tag), buffers->out,
+                                                   buffers->count * SizeOf(dtype), 0);
   });
 }
 

@@ -27,7 +27,10 @@ struct ReduceBuffers {
 //   ranks                     stages
 //   all on one host           window
 //   one on each host          ring
+//   as many on all hosts      window, a slice to each rank | ring of each local rank | window, gather
 //   several on some hosts     window to the first rank of the host | ring of the first ranks | window back
+//
+// Small arrays go the last way on all hosts.
 //
 // Threads: any thread may add stages. Only the driving thread touches order queues. No lock.
 class AllReduceRoute {
@@ -65,10 +68,11 @@ class AllReduceRoute {
   }
 
  private:
+  // `sliced`: each rank has its slice of the sum over this host; else the first rank has all of it.
   void AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype,
-                    int tag);
-  void AddSharedBroadcastStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
-                               DType dtype);
+                    int tag, bool sliced);
+  void AddSharedBackStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
+                          DType dtype, bool sliced);
 
   Network& network_;
   Counters& counters_;

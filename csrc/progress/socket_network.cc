@@ -43,13 +43,13 @@ Topology TopologyOf(int rank, const std::vector<int>& hosts) {
   return found;
 }
 
-// The first rank of each host.
-std::vector<int> Leaders(const std::vector<int>& hosts) {
-  std::vector<int> leaders;
+// The ranks of this local rank on all hosts that have one.
+std::vector<int> Across(int local_rank, const std::vector<int>& hosts) {
+  std::vector<int> ranks;
   for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
-    if (TopologyOf(rank, hosts).local_rank == 0) leaders.push_back(rank);
+    if (TopologyOf(rank, hosts).local_rank == local_rank) ranks.push_back(rank);
   }
-  return leaders;
+  return ranks;
 }
 
 }  // namespace
@@ -78,8 +78,11 @@ SocketNetwork::SocketNetwork(std::shared_ptr<SocketMesh> mesh, const HostPlan& p
   texts_ = std::make_unique<SocketTextMessages>(*mesh_, channels_ + kTexts);
   requests_ = std::make_unique<SocketTextMessages>(*mesh_, channels_ + kRequests);
   if (plan.shared_file.empty() || topology_.hosts == topology_.size) return;
-  if (topology_.local_rank == 0)
-    leaders_ = make(kRing, Leaders(plan.hosts), SocketMesh::CompletesWhen::kSent);
+  // As many ranks have the last place of this host as there are hosts, and none has a later one.
+  even_ = topology_.hosts > 1 && topology_.local_size * topology_.hosts == topology_.size &&
+          static_cast<int>(Across(topology_.local_size - 1, plan.hosts).size()) == topology_.hosts;
+  if (even_ || topology_.local_rank == 0)
+    across_ = make(kRing, Across(topology_.local_rank, plan.hosts), SocketMesh::CompletesWhen::kSent);
   const SharedWindow::Options window = WindowOptions(options.slot_bytes);
   const std::size_t bytes = SharedWindow::Bytes(window);
   const auto map = [&](std::size_t number) {
