@@ -22,8 +22,7 @@ bool Network::crowded() const {
 }
 
 bool Network::sums_slices(std::size_t bytes) const {
-  constexpr std::size_t kLeastBytes = 64 << 10;
-  return even_ && bytes >= kLeastBytes;
+  return even_ && bytes >= 2 * options_.slot_bytes;
 }
 
 std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, const void* in, void* out, std::size_t count,

@@ -15,6 +15,7 @@ namespace hvpipe {
 namespace {
 
 constexpr double kDeadlineCheckS = 0.1;
+constexpr int kBriefSpins = 1000;  // looks at the peers, some 30 ns each in shared memory
 // The thread naps for milliseconds. If it was away for longer than this, the process had been stopped.
 constexpr double kStoppedS = 2;
 // MPI says that a rank was lost. Whoever watches for lost ranks names them moments later, by Fail.
@@ -42,6 +43,8 @@ Progress::Progress(Options options, Telemetry& telemetry)
       counters_(telemetry.counters),
       log_(telemetry.log),
       flight_(telemetry.flight),
+      spins_(options_.spins),
+      brief_spins_(std::min(options_.spins, kBriefSpins)),
       thread_([this] { Loop(); }) {}
 
 Progress::~Progress() { Stop(); }

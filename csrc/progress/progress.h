@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/backoff.h"
 #include "base/telemetry.h"
 #include "progress/operation.h"
 #include "transport/mpi_error.h"
@@ -38,7 +39,7 @@ class Progress {
     // Sleep time in seconds after this many consecutive passes without progress. 0: yield the core instead.
     // The second number: seconds since the last progress.
     std::function<double(int, double)> nap_s = [](int, double) { return 50e-6; };
-    int spins = 0;  // passes without progress that a caller repeats at once; 0: other ranks need this core
+    int spins = 0;  // passes without progress that a caller repeats at once, at most
     // Called at the beginning of a pass; returns whether anything has happened.
     std::function<bool(double now_s)> begin_pass = [](double) { return false; };
     // The longest time between two passes, in seconds, even if no operation is under way.
@@ -176,6 +177,7 @@ class Progress {
   std::vector<std::shared_ptr<Operation>> active_;  // by priority, then by sequence
   std::vector<std::shared_ptr<Operation>> failed_;  // kept: MPI requests in flight still use their buffers
   std::vector<Finished> finished_;
+  SpinLimit spins_, brief_spins_;
   bool failing_ = false;       // options_.failed must be called
   std::optional<Error> lost_;  // of a lost rank: the engine fails with it unless Fail comes first
   double lost_s_ = 0;          // when that was

@@ -10,7 +10,7 @@ namespace hvpipe {
 namespace {
 
 constexpr double kInterruptCheckS = 0.05;
-constexpr int kBriefSpins = 1000;  // looks at the peers, some 30 ns each
+constexpr int kFewSpins = 100;  // then other ranks need the core
 
 Error CauseOf(const std::exception_ptr& interrupted, const std::string& what) {
   try {
@@ -59,7 +59,7 @@ void Progress::Begin(const std::shared_ptr<Operation>& operation, double most_s)
   if (std::unique_lock<std::mutex> drive(drive_mutex_, std::try_to_lock); drive) {
     const double until_s = most_s > 0 ? Now() + most_s : 0;
     while (Pass().waiting && !operation->ended_ && until_s > 0 && Now() < until_s) {
-      if (options_.spins > 0) {
+      if (spins_.now() > kFewSpins) {
         Relax();
       } else {
         std::this_thread::yield();
@@ -112,7 +112,7 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
     collective = make(sequence);
     collective->Step();
     // Over the network a yield helps, too: MPI on the other ranks of this host has to move the messages.
-    Backoff backoff(options_.spins == 0 ? 0 : kBriefSpins);
+    Backoff backoff(brief_spins_);
     const double now = over_network ? Now() : 0;
     const auto gives_up = [&] { return over_network ? backoff.Sleeps() : !backoff.Spins(); };
     while (!collective->done() && !gives_up()) {
@@ -150,7 +150,7 @@ void Progress::Drive(const Operation& operation, const Outcome& outcome, std::un
                      const Interrupt& interrupt) {
   std::exception_ptr interrupted;
   // Several callers that drive at the same time take turns.
-  Backoff backoff(options_.spins);
+  Backoff backoff(spins_);
   double next_interrupt_s = Now() + kInterruptCheckS;
   while (!outcome.ended && !interrupted) {
     const PassResult result = Pass();
