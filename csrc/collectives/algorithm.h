@@ -20,9 +20,9 @@ struct AlgorithmRow {
 
 // The fastest for `ranks` and an array of `bytes`, by what messages cost: a fixed time each, a time for their
 // bytes, and one for adding these (Thakur, Rabenseifner and Gropp, "Optimization of collective communication
-// operations in MPICH", 2005). `message_bytes`: see Transport. The first row that fits decides instead. All
-// ranks choose alike.
-Algorithm AlgorithmFor(int ranks, std::size_t bytes, double message_bytes,
+// operations in MPICH", 2005). `message_bytes`: see Transport. `signals`: ranks wait until their partners are
+// ready (see ButterflyAllReduce). The first row that fits decides instead. All ranks choose alike.
+Algorithm AlgorithmFor(int ranks, std::size_t bytes, double message_bytes, bool signals,
                        const std::vector<AlgorithmRow>& rows);
 
 }  // namespace hvpipe

@@ -72,7 +72,8 @@ std::vector<ButterflyStep> HalvingSteps(int rank, int ranks, std::size_t count) 
 void SumAsDoubling(void* out, const std::vector<char*>& arrays, DType dtype, std::size_t count) {
   const Places places(static_cast<int>(arrays.size()));
   const auto add = [&](int to, int from, void* target) {
-    const void* const parts[] = {arrays[static_cast<std::size_t>(to)], arrays[static_cast<std::size_t>(from)]};
+    const void* const parts[] = {arrays[static_cast<std::size_t>(to)],
+                                 arrays[static_cast<std::size_t>(from)]};
     SumInto(target, parts, 2, dtype, count);
   };
   for (int pair = 0; pair < places.extra; ++pair) add(2 * pair, 2 * pair + 1, arrays[2u * pair]);

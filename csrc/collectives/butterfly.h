@@ -36,8 +36,8 @@ std::vector<ButterflyStep> HalvingSteps(int rank, int ranks, std::size_t count);
 // Sums `in` into `out`, which may be `in`, by one step after the other. Both of a pair add in the order of
 // ranks, so all ranks end with the same bits. A half type is added in float32 and rounded at each step.
 //
-// An array of at most Transport::most_at_once is sent at once. For a larger one, each step waits until the partner is at the same step, as
-// in a ring, and its messages count against the send budget.
+// An array of at most Transport::most_at_once is sent at once. For a larger one, each step waits until the
+// partner is at the same step, as in a ring, and its messages count against the send budget.
 //
 // Threads: as Collective.
 class ButterflyAllReduce : public Collective {
@@ -100,7 +100,8 @@ class ButterflyAllReduce : public Collective {
   std::size_t slot_bytes_ = 0, slots_ = 0;
 };
 
-// The same sum, with the same bits, as that of DoublingSteps: of the arrays of all ranks, which it overwrites.
+// The same sum, with the same bits, as that of DoublingSteps: of the arrays of all ranks, which it
+// overwrites.
 void SumAsDoubling(void* out, const std::vector<char*>& arrays, DType dtype, std::size_t count);
 
 }  // namespace hvpipe

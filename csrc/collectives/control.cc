@@ -95,9 +95,7 @@ std::optional<int> ControlExchange::Missing() const {
   return (rank_ + 1) % ranks_;
 }
 
-const Record& ControlExchange::of(int rank) const {
-  return *reinterpret_cast<const Record*>(EntryOf(rank));
-}
+const Record& ControlExchange::of(int rank) const { return *reinterpret_cast<const Record*>(EntryOf(rank)); }
 
 bool GatheredAllReduce::Step() {
   const bool moved = exchange_->Step();

@@ -21,10 +21,10 @@
 namespace hvpipe {
 
 struct Record {
-  std::uint64_t signature = 0;  // of the next operation; must be equal on all ranks
-  std::uint64_t sequence = 0;   // of the next operation, by Progress
-  double samples = 0;           // in this rank's batch
-  std::uint64_t requests = 0;   // bits that this rank wants all ranks to see
+  std::uint64_t signature = 0;      // of the next operation; must be equal on all ranks
+  std::uint64_t sequence = 0;       // of the next operation, by Progress
+  double samples = 0;               // in this rank's batch
+  std::uint64_t requests = 0;       // bits that this rank wants all ranks to see
   std::uint32_t payload_bytes = 0;  // that travel with the record
   std::array<char, 92> what{};      // description of the next operation
 };
@@ -89,7 +89,7 @@ class ControlExchange : public RecordExchange {
   Ticket send_ = kNoTicket;
   Ticket receive_ = kNoTicket;
   const std::size_t entry_bytes_, slack_bytes_;  // so that payloads of ranks that disagree fit, too
-  AlignedBuffer entries_;  // number i comes from rank (rank_ + i) % ranks_
+  AlignedBuffer entries_;                        // number i comes from rank (rank_ + i) % ranks_
 };
 
 // An all-reduce of a small array, which travels with the records. Its bits are those of DoublingSteps.
@@ -104,8 +104,7 @@ class GatheredAllReduce : public Collective {
   static bool Fits(int ranks, std::size_t bytes) {
     // A larger message needs a handshake in shared memory. With two ranks it is the only one.
     const std::size_t most = ranks == 2 ? 4096 - sizeof(Record) - 64 : 4096;
-    return bytes <= most &&
-           static_cast<std::size_t>(ranks - 1) * bytes <= ControlExchange::kMostPayloadBytes;
+    return bytes <= most && static_cast<std::size_t>(ranks - 1) * bytes <= ControlExchange::kMostPayloadBytes;
   }
 
   bool Step() override;

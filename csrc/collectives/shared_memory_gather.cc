@@ -28,7 +28,8 @@ Range SharedMemoryGather::Part(int rank, std::uint64_t chunk) const {
 }
 
 bool SharedMemoryGather::IsNext(std::uint64_t at) const {
-  return shared_.written(0).load(std::memory_order_acquire) > at && shared_.header(0, at).sequence == tag_.sequence;
+  return shared_.written(0).load(std::memory_order_acquire) > at &&
+         shared_.header(0, at).sequence == tag_.sequence;
 }
 
 bool SharedMemoryGather::Step() {
@@ -83,7 +84,8 @@ std::string SharedMemoryGather::Waiting() const {
   std::string late;
   for (int rank = 0; rank < shared_.size(); ++rank) {
     const auto written = shared_.written(rank).load(std::memory_order_acquire);
-    if (written <= shared_.read(shared_.rank()).load(std::memory_order_relaxed)) late += " " + std::to_string(rank);
+    if (written <= shared_.read(shared_.rank()).load(std::memory_order_relaxed))
+      late += " " + std::to_string(rank);
   }
   return chunk + " of the gather from local rank" + (late.empty() ? "s" : late);
 }

@@ -14,8 +14,8 @@ namespace hvpipe {
 
 // Each rank has its slice of an array, SplitEvenly by local ranks, and gets the others'.
 //
-// Several of these, and broadcasts from the first rank, may be under way. The first rank decides whose chunk is
-// next. The others read that in its header.
+// Several of these, and broadcasts from the first rank, may be under way. The first rank decides whose chunk
+// is next. The others read that in its header.
 class SharedMemoryGather : public Collective {
  public:
   SharedMemoryGather(SharedWindow& window, Counters& counters, OperationTag tag, void* data,

@@ -68,7 +68,8 @@ void AllReduceInPlace(Engine& engine, const nb::object& array, const std::string
 // The name of the elements; null: not one that the buffer protocol and the engine know.
 const char* NameOf(const Py_buffer& view) {
   const auto aligned = reinterpret_cast<std::uintptr_t>(view.buf) % static_cast<std::size_t>(view.itemsize);
-  if (aligned != 0 || view.format == nullptr || view.format[0] == '\0' || view.format[1] != '\0') return nullptr;
+  if (aligned != 0 || view.format == nullptr || view.format[0] == '\0' || view.format[1] != '\0')
+    return nullptr;
   switch (view.format[0]) {
     case 'f':
       return "float32";
@@ -81,8 +82,8 @@ const char* NameOf(const Py_buffer& view) {
   }
 }
 
-// Of two plain arrays of one shape and dtype. False, and nothing is done, if they are something else. Python's
-// own checks take longer than a small array to reduce.
+// Of two plain arrays of one shape and dtype. False, and nothing is done, if they are something else.
+// Python's own checks take longer than a small array to reduce.
 bool AllReducePlain(Engine& engine, const nb::object& array, const nb::object& out, double scale,
                     const std::string& what) {
   const Buffer from(array, PyBUF_FORMAT), to(out, PyBUF_FORMAT | PyBUF_WRITABLE);

@@ -30,8 +30,7 @@ std::unique_ptr<Collective> Agreement::MakeBeside(const std::string& what, std::
 }
 
 std::unique_ptr<Collective> Agreement::MakeWithin(const std::string& what, std::uint64_t sequence,
-                                                  const void* in, void* out, std::size_t count,
-                                                  DType dtype) {
+                                                  const void* in, void* out, std::size_t count, DType dtype) {
   Record record = RecordOf(what, sequence);
   record.payload_bytes = static_cast<std::uint32_t>(count * SizeOf(dtype));
   return std::make_unique<GatheredAllReduce>(

@@ -32,8 +32,8 @@ class Agreement {
   // differ.
   const RecordExchange& Checked(const Operation& operation);
 
-  // `collective`, and beside it an exchange that checks that all ranks are at `what`, for the operation of this
-  // sequence number.
+  // `collective`, and beside it an exchange that checks that all ranks are at `what`, for the operation of
+  // this sequence number.
   std::unique_ptr<Collective> MakeBeside(const std::string& what, std::uint64_t sequence,
                                          std::unique_ptr<Collective> collective);
   // An all-reduce whose array travels within such an exchange. Only if GatheredAllReduce::Fits.

@@ -17,7 +17,7 @@ struct EngineOptions {
   std::size_t segment_bytes = 60'000;    // largest ring message; jobs set it by MPI's eager limit
   int messages_in_flight = 8;            // ring messages that this rank may have under way
   std::size_t slot_bytes = 256 * 1024;   // of the shared-memory window
-  bool fast_network = false;            // MPI sends through memory or by cards made for it
+  bool fast_network = false;             // MPI sends through memory or by cards made for it
   bool shared_memory = true;             // false: ranks of one host use the network as well
   std::vector<AlgorithmRow> algorithms;  // of all-reduces over the network; empty: the engine chooses
   int ranks_per_host = 0;  // > 0: pretend that each group of this many ranks is a host (for tests)

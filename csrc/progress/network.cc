@@ -21,9 +21,7 @@ bool Network::crowded() const {
   return static_cast<unsigned>(topology_.local_size) > std::thread::hardware_concurrency();
 }
 
-bool Network::sums_slices(std::size_t bytes) const {
-  return even_ && bytes >= 2 * options_.slot_bytes;
-}
+bool Network::sums_slices(std::size_t bytes) const { return even_ && bytes >= 2 * options_.slot_bytes; }
 
 std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, const void* in, void* out, std::size_t count,
                                               DType dtype, int tag, bool only_gather) {
@@ -36,9 +34,11 @@ std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, const void* in, 
 }
 
 Algorithm Network::AlgorithmOf(const Transport& ranks, std::size_t bytes) const {
-  const double message_bytes = ranks.message_bytes();
-  const Algorithm chosen = AlgorithmFor(ranks.size(), bytes, message_bytes, options_.algorithms);
-  return chosen == Algorithm::kMpi ? AlgorithmFor(ranks.size(), bytes, message_bytes, {}) : chosen;
+  const auto choose = [&](const std::vector<AlgorithmRow>& rows) {
+    return AlgorithmFor(ranks.size(), bytes, ranks.message_bytes(), bytes > ranks.most_at_once(), rows);
+  };
+  const Algorithm chosen = choose(options_.algorithms);
+  return chosen == Algorithm::kMpi ? choose({}) : chosen;
 }
 
 std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, const void* in, void* out,
@@ -61,8 +61,7 @@ std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, const void*
 }
 
 MpiSums* Network::SumsFor(const Transport& ranks, std::size_t bytes) const {
-  if (AlgorithmFor(ranks.size(), bytes, ranks.message_bytes(), options_.algorithms) != Algorithm::kMpi)
-    return nullptr;
+  if (AlgorithmFor(ranks.size(), bytes, 1, false, options_.algorithms) != Algorithm::kMpi) return nullptr;
   return &ranks == across_.get() ? across_sums_.get() : &ranks == ring_.get() ? sums_.get() : nullptr;
 }
 

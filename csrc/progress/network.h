@@ -62,15 +62,15 @@ class Network {
   // Reduces to the first rank of this host, or to all its ranks. Null if shared memory is not used,
   // or if every host has one rank.
   SharedWindow* reduce_window() const { return reduce_window_.get(); }
-  // Broadcasts from the first rank of this host, and gathers. Null unless there are several hosts and a reduce
-  // window.
+  // Broadcasts from the first rank of this host, and gathers. Null unless there are several hosts and a
+  // reduce window.
   SharedWindow* broadcast_window() const { return broadcast_window_.get(); }
   // An all-reduce among `ranks` from `in` to `out`, which may be `in`, by the algorithm that fits their
   // number and the size.
   std::unique_ptr<Collective> MakeAllReduce(Transport& ranks, const void* in, void* out, std::size_t count,
                                             DType dtype, int tag);
-  // What sums an array of so many bytes among all ranks, or those of `across`, by MPI's own algorithms. Null if that was not asked for, or if no MPI connects them. The ranks make such sums in one
-  // order.
+  // What sums an array of so many bytes among all ranks, or those of `across`, by MPI's own algorithms. Null
+  // if that was not asked for, or if no MPI connects them. The ranks make such sums in one order.
   MpiSums* SumsFor(const Transport& ranks, std::size_t bytes) const;
   // The ring, or the all-gather of RingAllReduce::Options.
   std::unique_ptr<Collective> MakeRing(Transport& ranks, const void* in, void* out, std::size_t count,
@@ -156,7 +156,7 @@ class Network {
   const EngineOptions options_;
   const Topology topology_;
   std::unique_ptr<Transport> ring_, messages_, named_, across_;
-  bool even_ = false;  // all hosts have the same number of ranks
+  bool even_ = false;                  // all hosts have the same number of ranks
   std::unique_ptr<Transport> copies_;  // all-gathers and broadcasts; null: by ring_
   std::unique_ptr<TextMessages> texts_, requests_;
   std::unique_ptr<MpiSums> sums_, across_sums_;  // null without MPI
@@ -165,7 +165,7 @@ class Network {
  private:
   Counters& counters_;
   SendBudget budget_;                // the ring messages that this rank may have under way
-  std::vector<char> early_;  // the entry of the next rank, if it arrived before its exchange began
+  std::vector<char> early_;          // the entry of the next rank, if it arrived before its exchange began
   mutable std::mutex groups_mutex_;  // guards the list; the driving thread uses the transports
   std::vector<std::unique_ptr<Transport>> groups_;
 };

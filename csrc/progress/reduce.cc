@@ -57,7 +57,8 @@ void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<co
                                   DType dtype, int tag, bool sliced) {
   const bool reduced_in_memory = network_.reduce_window() != nullptr;  // which has written `out` already
   Transport* const ring = reduced_in_memory ? network_.across() : &network_.ring();
-  if (ring == nullptr || ring->size() == 1 || (!sliced && reduced_in_memory && topology().local_rank > 0)) return;
+  if (ring == nullptr || ring->size() == 1 || (!sliced && reduced_in_memory && topology().local_rank > 0))
+    return;
   const std::size_t element = SizeOf(dtype), ranks = static_cast<std::size_t>(topology().local_size);
   const auto part = [=, rank = static_cast<std::size_t>(topology().local_rank)] {
     return sliced ? SplitEvenly(buffers->count, ranks, rank) : Range{0, buffers->count};
@@ -76,7 +77,8 @@ void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<co
       sums == nullptr ? nullptr : &mpi_order_);
 }
 
-// In no common order: the first rank of a host goes by the order in which its rings end, and the others follow.
+// In no common order: the first rank of a host goes by the order in which its rings end, and the others
+// follow.
 void AllReduceRoute::AddSharedBackStage(Operation& operation,
                                         const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype,
                                         bool sliced) {

@@ -90,7 +90,9 @@ class MpiWorld:
         found = self.allgather_object((eager_bytes(self.library_version), fast_network() != ""))
         self._fast = self.local_size == self.size or all(fast for _, fast in found)
         # Leave room for headers.
-        self._segment_bytes = _FAST_SEGMENT_BYTES if self._fast else min(eager for eager, _ in found) * 15 // 16
+        self._segment_bytes = (
+            _FAST_SEGMENT_BYTES if self._fast else min(eager for eager, _ in found) * 15 // 16
+        )
 
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks. Collective."""

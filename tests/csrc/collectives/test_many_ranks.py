@@ -27,7 +27,9 @@ def run(cases: list[Case]) -> list[int]:
     return [int(line.split()[1]) for line in lines]
 
 
-def cases(names: tuple[str, ...], ranks: int, elements: tuple[int, int], segments: list[int]) -> st.SearchStrategy[list[Case]]:
+def cases(
+    names: tuple[str, ...], ranks: int, elements: tuple[int, int], segments: list[int]
+) -> st.SearchStrategy[list[Case]]:
     """Any cases of these algorithms, with at most so many ranks."""
     counts, seeds = st.integers(*elements), st.integers(0, 1 << 30)
     whole = (st.sampled_from(names), st.integers(2, ranks), counts, st.sampled_from(segments), st.booleans())
@@ -52,7 +54,12 @@ def test_many_ranks(algorithm: str) -> None:
     messages = run([(algorithm, ranks, 100, 60_000, True, ranks) for ranks in sizes])
     for ranks, most in zip(sizes, messages, strict=True):
         rounds = math.ceil(math.log2(ranks))
-        assert most <= {"doubling": rounds + 1, "halving": 2 * rounds + 1, "ring": 2 * ranks, "gathered": rounds}[algorithm]
+        assert (
+            most
+            <= {"doubling": rounds + 1, "halving": 2 * rounds + 1, "ring": 2 * ranks, "gathered": rounds}[
+                algorithm
+            ]
+        )
 
 
 def test_the_messages_of_a_small_broadcast_grow_as_the_logarithm_of_the_ranks() -> None:

@@ -213,9 +213,9 @@ def test_counters(engine: EngineClient) -> None:
         assert sent["network_bytes_sent"] == pytest.approx(2 * (hvpipe.size() - 1) * share, rel=0.01)
         assert sent["network_bytes_received"] == pytest.approx(sent["network_bytes_sent"], rel=0.01)
     else:
-        # Every rank writes its array to the window, and then its slice of the sum, which it has summed over the
-        # hosts. If hosts have different numbers of ranks, or the array is small, the first rank of each host does
-        # that with all of it.
+        # Every rank writes its array to the window, and then its slice of the sum, which it has summed over
+        # the hosts. If hosts have different numbers of ranks, or the array is small, the first rank of each
+        # host does that with all of it.
         leads, even = engine.native.local_rank == 0, hvpipe.size() % hosts == 0
         sliced = even and settings().slot_bytes <= 200_000
         slice_bytes = 400_000 * hosts / hvpipe.size() if sliced else 400_000 * leads
