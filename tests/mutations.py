@@ -250,7 +250,7 @@ ENGINE = (
     ),
     Mutation(
         "butterfly: what is being sent is overwritten",
-        *("csrc", "&& sent_ < sends_.size();", "&& false;"),
+        *("csrc", "if (overwrites_sent() && sends_.done <= receives_.done) return moved;", ""),
         (MANY_RANKS,),
     ),
     Mutation(
