@@ -152,8 +152,8 @@ SUITES = (
         only=EAGER,
     ),
     Suite("engine by mpi", COLLECTIVES, (3,), env={**RING, "HVPIPE_ALL_REDUCE": "mpi"}),
-    # Every message travels in many pieces, and both ranks of a host send their slices.
-    Suite("engine tiny pieces", COLLECTIVES, (4,), env={**TWO_TO_A_HOST, **TINY}),
+    # Every message travels in many pieces; on 4 ranks, both of a host send their slices.
+    Suite("engine tiny pieces", COLLECTIVES, (2, 4), env={**TWO_TO_A_HOST, **TINY}),
     # Three ranks prove these on another MPI than the rest: `make mpich`.
     Suite("mpich hosts", WITHOUT_DEVICES, (3,), env=TWO_TO_A_HOST, part_of="mpich"),
     Suite("mpich ring", WITHOUT_DEVICES, (3,), env=RING, part_of="mpich"),
