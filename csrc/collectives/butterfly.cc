@@ -149,13 +149,8 @@ void ButterflyAllReduce::Begin() {
 }
 
 bool ButterflyAllReduce::ExchangeSignals() {
-  bool moved = false;
-  for (Ticket* ticket : {&their_signal_, &own_signal_}) {
-    if (*ticket == kNoTicket || !transport_.Test(*ticket)) continue;
-    *ticket = kNoTicket;
-    moved = true;
-  }
-  return moved;
+  const bool theirs = transport_.TestAndForget(their_signal_);
+  return transport_.TestAndForget(own_signal_) || theirs;
 }
 
 // Where a segment that comes is kept until it is added, or for good.

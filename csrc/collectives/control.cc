@@ -71,11 +71,8 @@ bool ControlExchange::Step() {
       send_ = transport_.Isend(entries_.data(), bytes, below, tag_);
       moved = true;
     }
-    if (receive_ != kNoTicket && transport_.Test(receive_)) {
-      receive_ = kNoTicket;
-      Arrange(held_, take);
-    }
-    if (send_ != kNoTicket && transport_.Test(send_)) send_ = kNoTicket;
+    if (transport_.TestAndForget(receive_)) Arrange(held_, take);
+    (void)transport_.TestAndForget(send_);
     if (receive_ != kNoTicket || send_ != kNoTicket) return moved;
     held_ += take;
     moved = true;

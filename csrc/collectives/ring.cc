@@ -63,13 +63,8 @@ bool RingAllReduce::ExchangeSignals() {
     own_signal_ = transport_.Isend(nullptr, 0, left(), options_.tag);
     return true;
   }
-  bool moved = false;
-  for (Ticket* ticket : {&their_signal_, &own_signal_}) {
-    if (*ticket == kNoTicket || !transport_.Test(*ticket)) continue;
-    *ticket = kNoTicket;
-    moved = true;
-  }
-  return moved;
+  const bool theirs = transport_.TestAndForget(their_signal_);
+  return transport_.TestAndForget(own_signal_) || theirs;
 }
 
 void* RingAllReduce::TakeScratch() {

@@ -29,6 +29,12 @@ class Transport {
 
   // True if the request was done at the last Poll. Its ticket is then invalid.
   virtual bool Test(Ticket ticket) = 0;
+  // The same for a ticket that may be none, which it becomes once the request is done.
+  bool TestAndForget(Ticket& ticket) {
+    if (ticket == kNoTicket || !Test(ticket)) return false;
+    ticket = kNoTicket;
+    return true;
+  }
 
   // True if a message of this peer and tag has arrived and no receive matches it yet.
   virtual bool Probe(int peer, int tag) = 0;
