@@ -7,6 +7,14 @@
 #include "collectives/butterfly.h"
 
 namespace hvpipe {
+namespace {
+
+Record Of(int rank, Record record) {
+  record.rank = rank;
+  return record;
+}
+
+}  // namespace
 
 Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double samples, const std::string& what) {
   Record record;
@@ -17,43 +25,81 @@ Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double sample
   return record;
 }
 
-ControlExchange::ControlExchange(Transport& transport, const Record& mine, const void* payload, int tag,
-                                 const std::vector<char>& from_above)
-    : RecordExchange(transport.rank(), transport.size()),
-      transport_(transport),
-      tag_(tag),
-      has_above_(!from_above.empty()),
-      entry_bytes_(EntryBytes(mine.payload_bytes)),
-      slack_bytes_(kMostPayloadBytes + 8 * static_cast<std::size_t>(ranks_)),
-      entries_(static_cast<std::size_t>(ranks_) * entry_bytes_ + slack_bytes_) {
-  std::memcpy(Entry(0), &mine, sizeof mine);
-  if (mine.payload_bytes > 0) std::memcpy(Entry(0) + sizeof mine, payload, mine.payload_bytes);
-  if (!has_above_) return;
-  std::memcpy(Entry(1), from_above.data(), from_above.size());
-  Arrange(1, 1);
+RecordDigest::RecordDigest(const char* message) {
+  std::memcpy(&requests_, message, 8);
+  std::memcpy(&kinds_, message + 8, 8);
+  std::memcpy(records_.data(), message + 16, kinds_ * sizeof(Record));
 }
 
-// Elements of a payload are at most 8 bytes large.
+void RecordDigest::WriteTo(char* message) const {
+  std::memcpy(message, &requests_, 8);
+  std::memcpy(message + 8, &kinds_, 8);
+  std::memcpy(message + 16, records_.data(), kinds_ * sizeof(Record));
+}
+
+void RecordDigest::Add(const RecordDigest& other) {
+  requests_ |= other.requests_;
+  for (std::size_t i = 0; i < other.kinds_; ++i) Add(other.records_[i]);
+}
+
+// Keeps the first ones of different signatures. So it does not matter in which order they are added.
+void RecordDigest::Add(const Record& record) {
+  if (kinds_ == 1 && record.signature == first().signature) {
+    if (record.rank < first().rank) records_[0] = record;
+    return;
+  }
+  std::vector<Record> all(records_.begin(), records_.begin() + static_cast<std::ptrdiff_t>(kinds_));
+  all.push_back(record);
+  std::sort(all.begin(), all.end(), [leaving = Hash(kLeaving)](const Record& a, const Record& b) {
+    return std::make_pair(a.signature != leaving, a.rank) < std::make_pair(b.signature != leaving, b.rank);
+  });
+  kinds_ = 0;
+  for (const Record& each : all) {
+    const bool is_new = kinds_ == 0 || each.signature != first().signature;
+    if (is_new && kinds_ < kMostRecords) records_[kinds_++] = each;
+  }
+}
+
+const Record* RecordDigest::OtherThan(const Record& record) const {
+  if (first().signature != record.signature) return &first();
+  return kinds_ > 1 ? &records_[1] : nullptr;
+}
+
+ControlExchange::ControlExchange(Transport& transport, const Record& mine, std::uint64_t requests,
+                                 const void* payload, int tag, const std::vector<char>& from_above)
+    : transport_(transport),
+      rank_(transport.rank()),
+      ranks_(transport.size()),
+      tag_(tag),
+      mine_(Of(rank_, mine)),
+      digest_(mine_, requests),
+      has_above_(!from_above.empty()),
+      entry_bytes_(EntryBytes(mine.payload_bytes)),
+      most_bytes_(RecordDigest::kMostBytes + kMostPayloadBytes + 16 * static_cast<std::size_t>(ranks_)),
+      entries_(RecordDigest::kMostBytes + static_cast<std::size_t>(ranks_) * entry_bytes_),
+      received_(most_bytes_) {
+  std::memcpy(Entry(0), &mine.samples, sizeof mine.samples);
+  if (mine.payload_bytes > 0) std::memcpy(PayloadOf(rank_), payload, mine.payload_bytes);
+  std::copy(from_above.begin(), from_above.end(), static_cast<char*>(received_.data()));
+}
+
+// A number of samples and a payload, whose elements are at most 8 bytes large.
 std::size_t ControlExchange::EntryBytes(std::size_t payload_bytes) {
-  return sizeof(Record) + (payload_bytes + 7) / 8 * 8;
+  return sizeof(double) + (payload_bytes + 7) / 8 * 8;
 }
 
 char* ControlExchange::Entry(int index) const {
-  return static_cast<char*>(entries_.data()) + static_cast<std::size_t>(index) * entry_bytes_;
+  return static_cast<char*>(entries_.data()) + RecordDigest::kMostBytes +
+         static_cast<std::size_t>(index) * entry_bytes_;
 }
 
-// A rank that sends entries has room for its own payload in each of them. Move them to their places here.
-void ControlExchange::Arrange(int first, int entries) {
-  char* const begin = Entry(first);
-  Record sender;
-  std::memcpy(&sender, begin, sizeof sender);
-  const std::size_t theirs = EntryBytes(sender.payload_bytes);
-  if (theirs == entry_bytes_) return;
-  const auto move = [&](int index) {
-    std::memmove(begin + static_cast<std::size_t>(index) * entry_bytes_,
-                 begin + static_cast<std::size_t>(index) * theirs, sizeof(Record));
-  };
-  for (int i = 1; i < entries; ++i) move(theirs > entry_bytes_ ? i : entries - i);
+// The entries of ranks that do something else may have another size. Nobody looks at them.
+void ControlExchange::Take(int entries) {
+  const auto* const message = static_cast<const char*>(received_.data());
+  const RecordDigest theirs(message);
+  digest_.Add(theirs);
+  if (digest_.OtherThan(mine_) != nullptr) return;
+  std::memcpy(Entry(held_), message + theirs.bytes(), static_cast<std::size_t>(entries) * entry_bytes_);
 }
 
 // In each round a rank sends the entries that it holds to rank - held_ and receives as many from rank +
@@ -62,16 +108,21 @@ bool ControlExchange::Step() {
   bool moved = false;
   while (held_ < ranks_) {
     const int take = std::min(held_, ranks_ - held_);
-    const std::size_t bytes = static_cast<std::size_t>(take) * entry_bytes_;
     if (send_ == kNoTicket && receive_ == kNoTicket) {
       const int above = (rank_ + held_) % ranks_;
       const int below = (rank_ - held_ + ranks_) % ranks_;
-      if (held_ > 1 || !has_above_)
-        receive_ = transport_.Irecv(Entry(held_), bytes + slack_bytes_, above, tag_);
-      send_ = transport_.Isend(entries_.data(), bytes, below, tag_);
+      const std::size_t head = digest_.bytes();
+      digest_.WriteTo(Entry(0) - head);
+      send_ = transport_.Isend(Entry(0) - head, head + static_cast<std::size_t>(take) * entry_bytes_, below,
+                               tag_);
+      if (held_ == 1 && has_above_) {
+        Take(1);
+      } else {
+        receive_ = transport_.Irecv(received_.data(), most_bytes_, above, tag_);
+      }
       moved = true;
     }
-    if (transport_.TestAndForget(receive_)) Arrange(held_, take);
+    if (transport_.TestAndForget(receive_)) Take(take);
     (void)transport_.TestAndForget(send_);
     if (receive_ != kNoTicket || send_ != kNoTicket) return moved;
     held_ += take;
@@ -92,7 +143,24 @@ std::optional<int> ControlExchange::Missing() const {
   return (rank_ + 1) % ranks_;
 }
 
-const Record& ControlExchange::of(int rank) const { return *reinterpret_cast<const Record*>(EntryOf(rank)); }
+double ControlExchange::SamplesOf(int rank) const {
+  double samples = 0;
+  std::memcpy(&samples, EntryOf(rank), sizeof samples);
+  return samples;
+}
+
+void ControlExchange::CheckAgreement() const {
+  if (const Record* const other = digest_.OtherThan(mine_))
+    throw DifferentCalls(rank_, mine_.what.data(), *other);
+}
+
+std::vector<char> ControlExchange::TakeMessage(Transport& transport, int rank, int tag) {
+  if (!transport.Probe(rank, tag)) return {};
+  std::vector<char> message(RecordDigest::kMostBytes + EntryBytes(kMostPayloadBytes));
+  const Ticket ticket = transport.Irecv(message.data(), message.size(), rank, tag);
+  while (!transport.Test(ticket)) transport.Poll();
+  return message;
+}
 
 bool GatheredAllReduce::Step() {
   const bool moved = exchange_->Step();
@@ -121,25 +189,10 @@ bool CheckedCollective::Step() {
   }
 }
 
-std::uint64_t RecordExchange::requests() const {
-  std::uint64_t all = 0;
-  for (int rank = 0; rank < ranks_; ++rank) all |= of(rank).requests;
-  return all;
-}
-
-void RecordExchange::CheckAgreement() const {
-  const Record& mine = of(rank_);
-  std::optional<int> other;
-  for (int rank = 0; rank < ranks_; ++rank) {
-    if (of(rank).signature == mine.signature) continue;
-    if (!other || of(rank).signature == Hash(kLeaving)) other = rank;
-  }
-  if (other) throw DifferentCalls(rank_, mine.what.data(), *other, of(*other));
-}
-
-Error DifferentCalls(int rank, const std::string& what, int other, const Record& theirs) {
-  if (theirs.signature != Hash(kLeaving)) return Disagreement("Rank", rank, what, other, theirs.what.data());
-  const std::string number = std::to_string(other);
+Error DifferentCalls(int rank, const std::string& what, const Record& theirs) {
+  if (theirs.signature != Hash(kLeaving))
+    return Disagreement("Rank", rank, what, theirs.rank, theirs.what.data());
+  const std::string number = std::to_string(theirs.rank);
   return Error(
       "Rank " + number +
           " has left the others, which still need it: every rank should make the same calls, and end "
@@ -157,17 +210,6 @@ Error Disagreement(const std::string& kind, int rank, const std::string& what, i
           kind + " " + std::to_string(rank) + " is at: " + what + ". " + kind + " " + std::to_string(other) +
           " is at: " + others_what + ".",
       ErrorKind::kMismatch);
-}
-
-std::vector<char> TakeEntry(Transport& transport, int rank, int tag) {
-  if (!transport.Probe(rank, tag)) return {};
-  std::vector<char> entry(ControlExchange::kMostEntryBytes);
-  const Ticket ticket = transport.Irecv(entry.data(), entry.size(), rank, tag);
-  while (!transport.Test(ticket)) transport.Poll();
-  Record record;
-  std::memcpy(&record, entry.data(), sizeof record);
-  entry.resize(sizeof record + record.payload_bytes);
-  return entry;
 }
 
 std::uint64_t Hash(const std::string& text) {

@@ -20,90 +20,121 @@
 
 namespace hvpipe {
 
+// What a rank does next.
 struct Record {
-  std::uint64_t signature = 0;      // of the next operation; must be equal on all ranks
-  std::uint64_t sequence = 0;       // of the next operation, by Progress
+  std::uint64_t signature = 0;      // must be equal on all ranks
+  std::uint64_t sequence = 0;       // of the operation, by Progress
   double samples = 0;               // in this rank's batch
-  std::uint64_t requests = 0;       // bits that this rank wants all ranks to see
-  std::uint32_t payload_bytes = 0;  // that travel with the record
-  std::array<char, 92> what{};      // description of the next operation
+  std::int32_t rank = 0;            // whose record this is; the exchange sets it
+  std::uint32_t payload_bytes = 0;  // that travel with the record; equal where signatures are
+  std::array<char, 96> what{};      // description of the operation
 };
 static_assert(sizeof(Record) == 128);
 
 Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double samples, const std::string& what);
 
-// Gathers one record of each rank on all ranks.
-class RecordExchange : public Collective {
+// What a rank that leaves the others is at; all ranks leave together.
+inline constexpr char kLeaving[] = "shutdown";
+
+// What the records of several ranks come to, in a size that does not grow with their number.
+class RecordDigest {
  public:
-  RecordExchange(int rank, int ranks) : rank_(rank), ranks_(ranks) {}
+  static constexpr std::size_t kMostRecords = 2;  // so that each rank finds one that differs from its own
+  static constexpr std::size_t kMostBytes = 16 + kMostRecords * sizeof(Record);
 
-  int ranks() const { return ranks_; }
-  // The record of `rank`. Call only when done.
-  virtual const Record& of(int rank) const = 0;
-  // The requests of all ranks, or-ed. Call only when done.
-  std::uint64_t requests() const;
-  // Throw MismatchError with the descriptions of both ranks, unless all signatures are equal.
-  void CheckAgreement() const;
-  // A rank from which nothing has come, if that is known.
-  virtual std::optional<int> Missing() const { return std::nullopt; }
+  RecordDigest(const Record& record, std::uint64_t requests) : requests_(requests), records_{record} {}
+  // From the beginning of a message.
+  explicit RecordDigest(const char* message);
 
- protected:
-  const int rank_;
-  const int ranks_;
+  std::size_t bytes() const { return 16 + kinds_ * sizeof(Record); }
+  void WriteTo(char* message) const;
+  // Of more ranks, some of which this one may have already.
+  void Add(const RecordDigest& other);
+
+  // The bits of all ranks, or-ed.
+  std::uint64_t requests() const { return requests_; }
+  // Those that leave first, then by rank.
+  const Record& first() const { return records_[0]; }
+  // One with another signature; null: all ranks agree.
+  const Record* OtherThan(const Record& record) const;
+
+ private:
+  void Add(const Record& record);
+
+  std::uint64_t requests_;
+  std::uint64_t kinds_ = 1;                   // how many records there are
+  std::array<Record, kMostRecords> records_;  // with different signatures
 };
 
-// Called once an exchange has ended. Throws if ranks disagree.
-using RecordCheck = std::function<void(const RecordExchange&)>;
-
-// In ceil(log2(size)) rounds (Bruck et al., 1997). A rank's record and payload are one entry. Ranks that
-// disagree may have payloads of different sizes; then only their records mean anything.
-class ControlExchange : public RecordExchange {
+// Tells all ranks what each does next, in ceil(log2(ranks)) rounds (Bruck et al., 1997): a digest of the
+// records, and of each rank its samples and payload, which mean something only if all ranks agree.
+class ControlExchange : public Collective {
  public:
   // All ranks' payloads but one have at most so many bytes.
   static constexpr std::size_t kMostPayloadBytes = 28'672;
-  static constexpr std::size_t kMostEntryBytes = sizeof(Record) + kMostPayloadBytes;
 
-  // `payload` has mine.payload_bytes. `from_above`: the entry of the rank above, if this rank has received it
-  // already; else empty.
-  ControlExchange(Transport& transport, const Record& mine, const void* payload, int tag,
-                  const std::vector<char>& from_above);
+  // `payload` has mine.payload_bytes. `requests`: bits that this rank wants all ranks to see. `from_above`:
+  // the message of the rank above, if this rank has received it already; else empty.
+  ControlExchange(Transport& transport, const Record& mine, std::uint64_t requests, const void* payload,
+                  int tag, const std::vector<char>& from_above);
 
   bool Step() override;
   bool done() const override { return held_ == ranks_; }
   std::string Waiting() const override;
-  const Record& of(int rank) const override;
-  std::optional<int> Missing() const override;
-  // The payload of `rank`. Call only when done, and if all ranks agree.
-  char* PayloadOf(int rank) { return EntryOf(rank) + sizeof(Record); }
+  // The rank from which the first message has not come.
+  std::optional<int> Missing() const;
+  int ranks() const { return ranks_; }
+
+  // Call these only when done.
+  //
+  // Throw MismatchError with the descriptions of both ranks, unless all signatures are equal.
+  void CheckAgreement() const;
+  // The requests of all ranks, or-ed.
+  std::uint64_t requests() const { return digest_.requests(); }
+  // If all ranks agree: of each rank.
+  double SamplesOf(int rank) const;
+  char* PayloadOf(int rank) const { return EntryOf(rank) + sizeof(double); }
+
+  // The first message of `rank`, which has begun an exchange that this rank has not. Empty if none has
+  // arrived. The exchange must get it as `from_above`.
+  static std::vector<char> TakeMessage(Transport& transport, int rank, int tag);
+  // The record of the sender of such a message.
+  static Record RecordIn(const std::vector<char>& message) { return RecordDigest(message.data()).first(); }
 
  private:
   static std::size_t EntryBytes(std::size_t payload_bytes);
   char* Entry(int index) const;
   char* EntryOf(int rank) const { return Entry((rank - rank_ + ranks_) % ranks_); }
-  void Arrange(int first, int entries);
+  void Take(int entries);
 
   Transport& transport_;
-  int tag_;
+  const int rank_, ranks_, tag_;
+  const Record mine_;
+  RecordDigest digest_;
   bool has_above_;
-  int held_ = 1;  // entries gathered: those of rank, rank + 1, ...
+  int held_ = 1;  // ranks heard of: rank, rank + 1, ...
   Ticket send_ = kNoTicket;
   Ticket receive_ = kNoTicket;
-  const std::size_t entry_bytes_, slack_bytes_;  // so that payloads of ranks that disagree fit, too
-  AlignedBuffer entries_;                        // number i comes from rank (rank_ + i) % ranks_
+  const std::size_t entry_bytes_, most_bytes_;  // of an entry; of a message, also of ranks that disagree
+  AlignedBuffer entries_;   // room for a digest, then entries: number i is of rank (rank_ + i) % ranks_
+  AlignedBuffer received_;  // a message
 };
+
+// Called once an exchange has ended. Throws if ranks disagree.
+using ExchangeCheck = std::function<void(const ControlExchange&)>;
 
 // An all-reduce of a small array, which travels with the records. Its bits are those of DoublingSteps.
 class GatheredAllReduce : public Collective {
  public:
   // `check` is called once the exchange has ended, and throws if ranks disagree. The exchange's payload is
   // what this rank adds.
-  GatheredAllReduce(std::unique_ptr<ControlExchange> exchange, RecordCheck check, void* out,
+  GatheredAllReduce(std::unique_ptr<ControlExchange> exchange, ExchangeCheck check, void* out,
                     std::size_t count, DType dtype)
       : exchange_(std::move(exchange)), check_(std::move(check)), out_(out), count_(count), dtype_(dtype) {}
 
   static bool Fits(int ranks, std::size_t bytes) {
     // A larger message needs a handshake in shared memory. With two ranks it is the only one.
-    const std::size_t most = ranks == 2 ? 4096 - sizeof(Record) - 64 : 4096;
+    const std::size_t most = ranks == 2 ? 4096 - RecordDigest::kMostBytes - 64 : 4096;
     return bytes <= most && static_cast<std::size_t>(ranks - 1) * bytes <= ControlExchange::kMostPayloadBytes;
   }
 
@@ -114,7 +145,7 @@ class GatheredAllReduce : public Collective {
 
  private:
   const std::unique_ptr<ControlExchange> exchange_;
-  const RecordCheck check_;
+  const ExchangeCheck check_;
   void* const out_;
   const std::size_t count_;
   const DType dtype_;
@@ -125,7 +156,7 @@ class GatheredAllReduce : public Collective {
 // that of the collective, which may come from ranks that disagree.
 class CheckedCollective : public Collective {
  public:
-  CheckedCollective(std::unique_ptr<RecordExchange> exchange, RecordCheck check,
+  CheckedCollective(std::unique_ptr<ControlExchange> exchange, ExchangeCheck check,
                     std::unique_ptr<Collective> collective)
       : exchange_(std::move(exchange)), check_(std::move(check)), collective_(std::move(collective)) {}
 
@@ -139,21 +170,14 @@ class CheckedCollective : public Collective {
   }
 
  private:
-  const std::unique_ptr<RecordExchange> exchange_;
-  const RecordCheck check_;
+  const std::unique_ptr<ControlExchange> exchange_;
+  const ExchangeCheck check_;
   const std::unique_ptr<Collective> collective_;
   std::exception_ptr error_;  // of the collective, while the exchange is under way
 };
 
-// Receive the first entry of an exchange that `rank` has begun and this rank has not. Empty if none has
-// arrived. The exchange must get it as `from_above`.
-std::vector<char> TakeEntry(Transport& transport, int rank, int tag);
-
-// What a rank that leaves the others is at; all ranks leave together.
-inline constexpr char kLeaving[] = "shutdown";
-
-// The error that this rank is at `what`, and the rank `other` at something else, or leaves.
-Error DifferentCalls(int rank, const std::string& what, int other, const Record& theirs);
+// The error that this rank is at `what`, and another one at something else, or leaves.
+Error DifferentCalls(int rank, const std::string& what, const Record& theirs);
 
 // The error that `rank` and `other` are at different operations. `kind` is "Rank" or "Local rank".
 Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,

@@ -63,8 +63,8 @@ std::shared_ptr<Operation> GradientBuckets::MakeControl(const Plan& plan, std::i
   agreement_.AddStage(*control, samples, plan.signature ^ Hash(reduces ? "reduces" : "accumulates"));
   auto total = std::make_shared<double>(0);
   control->check = [this, size = route_.topology().size, total](Operation& operation) {
-    const RecordExchange& exchange = agreement_.Checked(operation);
-    for (int rank = 0; rank < size; ++rank) *total += exchange.of(rank).samples;
+    const ControlExchange& exchange = agreement_.Checked(operation);
+    for (int rank = 0; rank < size; ++rank) *total += exchange.SamplesOf(rank);
     // All ranks begin the third step, so all have ended two.
     if (++agreed_steps_ == 3) progress_.EndFirstSteps();
   };

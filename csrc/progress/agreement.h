@@ -30,7 +30,7 @@ class Agreement {
   void AddStage(Operation& operation, double samples, std::uint64_t signature, const std::string& shown = "");
   // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
   // differ.
-  const RecordExchange& Checked(const Operation& operation);
+  const ControlExchange& Checked(const Operation& operation);
 
   // `collective`, and beside it an exchange that checks that all ranks are at `what`, for the operation of
   // this sequence number.
@@ -52,14 +52,14 @@ class Agreement {
   // The next rank, if nothing has come from it in the exchange that `operation` began with AddStage.
   static std::optional<int> Missing(const Operation& operation);
 
-  // The record of the next rank that no exchange of this rank answers: null if none has arrived, or if this
+  // The record of the next rank that no exchange of this rank answers: empty if none has arrived, or if this
   // rank has an exchange under way. The next exchange still gets the record.
-  const Record* Unanswered();
+  std::optional<Record> Unanswered();
 
  private:
-  Record RecordOf(const std::string& what, std::uint64_t sequence) const;
-  static const RecordExchange* ExchangeOf(const Operation& operation);
-  void Check(const RecordExchange& exchange);
+  std::unique_ptr<ControlExchange> MakeExchange(const Record& mine, const void* payload = nullptr);
+  static const ControlExchange* ExchangeOf(const Operation& operation);
+  void Check(const ControlExchange& exchange);
 
   Network& network_;
   OrderQueue order_;

@@ -138,14 +138,12 @@ void BlockingCalls::CheckPeersAreHere(SharedWindow& window, const Operation& own
   if (theirs.load(std::memory_order_acquire) >= mine.load(std::memory_order_relaxed)) return;
   const std::optional<Record> record = EarlyRecord();
   if (!record || record->sequence > own.sequence()) return;
-  throw DifferentCalls(topology.rank, own.what, above, *record);
+  throw DifferentCalls(topology.rank, own.what, *record);
 }
 
 std::optional<Record> BlockingCalls::EarlyRecord() {
   std::optional<Record> record;
-  progress_.WhileNobodyDrives([&] {
-    if (const Record* const found = agreement_.Unanswered()) record = *found;
-  });
+  progress_.WhileNobodyDrives([&] { record = agreement_.Unanswered(); });
   return record;
 }
 
@@ -186,8 +184,8 @@ std::vector<double> BlockingCalls::Agree(const std::string& what, double samples
   agreement_.AddStage(*operation, samples, Hash(what), patience.shown);
   std::vector<double> all;
   operation->check = [this, size, &all](Operation& done) {
-    const RecordExchange& exchange = agreement_.Checked(done);
-    for (int rank = 0; rank < size; ++rank) all.push_back(exchange.of(rank).samples);
+    const ControlExchange& exchange = agreement_.Checked(done);
+    for (int rank = 0; rank < size; ++rank) all.push_back(exchange.SamplesOf(rank));
   };
   const double start_s = Now();
   bool told = !patience.late;

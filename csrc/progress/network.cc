@@ -65,14 +65,18 @@ MpiSums* Network::SumsFor(const Transport& ranks, std::size_t bytes) const {
   return &ranks == across_.get() ? across_sums_.get() : &ranks == ring_.get() ? sums_.get() : nullptr;
 }
 
-std::unique_ptr<ControlExchange> Network::MakeExchange(const Record& mine, const void* payload) {
-  return std::make_unique<ControlExchange>(*ring_, mine, payload, kControlTag, std::exchange(early_, {}));
+std::unique_ptr<ControlExchange> Network::MakeExchange(const Record& mine, std::uint64_t requests,
+                                                       const void* payload) {
+  return std::make_unique<ControlExchange>(*ring_, mine, requests, payload, kControlTag,
+                                           std::exchange(early_, {}));
 }
 
-// A rank sends its first entry to the rank below it, so each rank looks at the rank above.
-const Record* Network::EarlyRecord() {
-  if (early_.empty()) early_ = TakeEntry(*ring_, (topology_.rank + 1) % topology_.size, kControlTag);
-  return early_.empty() ? nullptr : reinterpret_cast<const Record*>(early_.data());
+// A rank sends its first message to the rank below it, so each rank looks at the rank above.
+std::optional<Record> Network::EarlyRecord() {
+  if (early_.empty())
+    early_ = ControlExchange::TakeMessage(*ring_, (topology_.rank + 1) % topology_.size, kControlTag);
+  if (early_.empty()) return std::nullopt;
+  return ControlExchange::RecordIn(early_);
 }
 
 std::unique_ptr<Collective> Network::MakeGather(Transport& ranks, const void* in, void* out,

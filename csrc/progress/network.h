@@ -77,12 +77,13 @@ class Network {
                                        DType dtype, int tag, bool only_gather = false);
 
   // Between all ranks. `tag` tells collectives apart that are under way at the same time.
-  std::unique_ptr<ControlExchange> MakeExchange(const Record& mine, const void* payload = nullptr);
+  std::unique_ptr<ControlExchange> MakeExchange(const Record& mine, std::uint64_t requests,
+                                                const void* payload);
   // The fastest algorithm for an array of so many bytes; not MPI's own.
   Algorithm AlgorithmOf(const Transport& ranks, std::size_t bytes) const;
-  // A record that has arrived from another rank before this rank's exchange; null if none has. The next
+  // A record that has arrived from another rank before this rank's exchange; empty if none has. The next
   // exchange still gets it. For the driving thread.
-  const Record* EarlyRecord();
+  std::optional<Record> EarlyRecord();
   // `bytes` of each peer come to `out`, in their order, on all peers or on `root` alone.
   std::unique_ptr<Collective> MakeGather(Transport& ranks, const void* in, void* out,
                                          const std::vector<std::size_t>& bytes, std::optional<int> root,
@@ -165,7 +166,7 @@ class Network {
  private:
   Counters& counters_;
   SendBudget budget_;                // the ring messages that this rank may have under way
-  std::vector<char> early_;          // the entry of the next rank, if it arrived before its exchange began
+  std::vector<char> early_;          // the message of the next rank, if it arrived before its exchange began
   mutable std::mutex groups_mutex_;  // guards the list; the driving thread uses the transports
   std::vector<std::unique_ptr<Transport>> groups_;
 };

@@ -42,7 +42,7 @@ class SocketNetwork : public Network {
   std::mutex grouped_mutex_;
   std::vector<std::vector<int>> grouped_;  // the ranks of each group
   SocketTransport barrier_;
-  std::vector<std::unique_ptr<RecordExchange>> barriers_;  // kept: the mesh writes into those without an end
+  std::vector<std::unique_ptr<ControlExchange>> barriers_;  // kept: the mesh writes into those without an end
 };
 
 // Several engines and other users may share a mesh.

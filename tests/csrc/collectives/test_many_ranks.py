@@ -18,13 +18,18 @@ Case = tuple[str, int, int, int, bool, int]
 
 def run(cases: list[Case]) -> list[int]:
     """Run cases, which should give one right sum on all ranks; return the most messages of a rank."""
+    return [messages for messages, _ in traffic(cases)]
+
+
+def traffic(cases: list[Case]) -> list[tuple[int, int]]:
+    """Run cases as `run` does; return the most messages of a rank, and the most bytes."""
     text = "".join(" ".join(str(int(x) if isinstance(x, bool) else x) for x in one) + "\n" for one in cases)
     driver = build("collectives_driver.cc")
     done = subprocess.run([str(driver)], input=text, capture_output=True, text=True, timeout=120, check=True)
     lines = done.stdout.splitlines()
     wrong = {one: line for one, line in zip(cases, lines, strict=True) if not line.startswith("ok ")}
     assert not wrong
-    return [int(line.split()[1]) for line in lines]
+    return [(int(line.split()[1]), int(line.split()[2])) for line in lines]
 
 
 def cases(
@@ -66,6 +71,14 @@ def test_the_messages_of_a_small_broadcast_grow_as_the_logarithm_of_the_ranks() 
     assert run([("broadcast", 64, 640, 4, False, 1)]) == [640]  # along a chain
 
 
+@settings(max_examples=40, deadline=None)
+@given(cases(("agreement",), 64, (1, 5), [1]))
+def test_ranks_that_disagree_say_so_each_with_the_record_of_another(found: list[Case]) -> None:
+    run(found)
+
+
 def test_the_messages_of_an_agreement_grow_as_the_logarithm_of_the_ranks() -> None:
     sizes = (2, 3, 4, 8, 17, 64)
-    assert run([("agreement", ranks, 0, 1, False, 1) for ranks in sizes]) == [1, 2, 2, 3, 5, 6]
+    # More than 3 elements: ranks disagree.
+    found = traffic([("agreement", ranks, 1, 1, False, 1) for ranks in sizes])
+    assert [messages for messages, _ in found] == [1, 2, 2, 3, 5, 6]

@@ -2,7 +2,7 @@
 //
 //   collectives_driver < cases         each line: ALGORITHM RANKS COUNT SEGMENT_BYTES IN_PLACE SEED
 //
-// Prints a line for each case: "ok MESSAGES", the most messages that a rank has sent, or what is wrong.
+// Prints a line for each case: "ok MESSAGES BYTES", the most that a rank has sent, or what is wrong.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -13,6 +13,7 @@
 #include <memory>
 #include <random>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -37,6 +38,7 @@ class Wires {
     const void* data = nullptr;
     std::size_t bytes = 0;
     void* to = nullptr;
+    std::size_t room = 0;
     int delay = -1;  // polls of the receiver until it arrives; -1: no receive matches it yet
     bool received = false;
   };
@@ -52,12 +54,14 @@ class Wires {
     message->bytes = bytes;
     return message;
   }
-  std::shared_ptr<Message> Receive(const Key& key, void* to) {
+  std::shared_ptr<Message> Receive(const Key& key, void* to, std::size_t room) {
     Way& way = ways_[key];
     const auto message = Next(way.sent, way.wanted);
     message->to = to;
+    message->room = room;
     return message;
   }
+  bool Waits(const Key& key) { return !ways_[key].sent.empty(); }
   bool Later(Message& message) {
     if (message.delay > 0) --message.delay;
     return message.delay != 0;
@@ -88,16 +92,18 @@ class MemoryTransport : public hvpipe::Transport {
   int RankInJob(int peer) const override { return peer; }
   Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override {
     ++sent;
+    sent_bytes += bytes;
     flights_.push_back({wires_.Send({rank_, peer, tag}, data, bytes), true});
     return static_cast<Ticket>(flights_.size() - 1);
   }
-  Ticket Irecv(void* data, std::size_t, int peer, int tag) override {
-    flights_.push_back({wires_.Receive({peer, rank_, tag}, data), false});
+  Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override {
+    flights_.push_back({wires_.Receive({peer, rank_, tag}, data, bytes), false});
     return static_cast<Ticket>(flights_.size() - 1);
   }
   void Poll() override {
     for (auto& [message, sends] : flights_) {
       if (!message || sends || message->received || message->delay < 0 || wires_.Later(*message)) continue;
+      if (message->bytes > message->room) throw std::runtime_error("a message is longer than its receive");
       if (message->bytes > 0) std::memcpy(message->to, message->data, message->bytes);
       message->received = true;
     }
@@ -108,13 +114,14 @@ class MemoryTransport : public hvpipe::Transport {
     message.reset();
     return true;
   }
-  bool Probe(int, int) override { return false; }
+  bool Probe(int peer, int tag) override { return wires_.Waits({peer, rank_, tag}); }
   std::size_t most_at_once() const override { return 240'000; }
   double message_bytes() const override { return 20e3; }
   int most_tag() const override { return 1 << 20; }
   void Free() override {}
 
   long sent = 0;
+  std::size_t sent_bytes = 0;
 
  private:
   Wires& wires_;
@@ -134,21 +141,76 @@ float Element(int rank, std::size_t i) {
   return 1.0F + static_cast<float>((static_cast<unsigned>(rank) * 7919U + i * 104729U) % 1000U) / 997.0F;
 }
 
+// The ranks of a disagreement are at one of `count` calls, which have payloads of different sizes.
+std::string CallOf(const Case& given, int rank) {
+  std::mt19937 random(given.seed + static_cast<unsigned>(rank));
+  const auto call = random() % std::max<std::size_t>(given.count, 1);
+  return call == 3 ? hvpipe::kLeaving : "call " + std::to_string(call);
+}
+
+hvpipe::Record RecordOf(const Case& given, int rank) {
+  const std::string call = CallOf(given, rank);
+  hvpipe::Record record = hvpipe::MakeRecord(hvpipe::Hash(call), 7, rank, call);
+  const std::size_t most = hvpipe::ControlExchange::kMostPayloadBytes / static_cast<std::size_t>(given.ranks);
+  record.payload_bytes = static_cast<std::uint32_t>(record.signature % most);
+  return record;
+}
+
+// The text of the error that a rank should get; empty: it should get none.
+std::string WantedError(const Case& given, int rank) {
+  const std::string mine = CallOf(given, rank);
+  for (const bool leaving : {true, false}) {
+    for (int other = 0; other < given.ranks; ++other) {
+      const std::string theirs = CallOf(given, other);
+      if (theirs != mine && (theirs == hvpipe::kLeaving) == leaving)
+        return hvpipe::DifferentCalls(rank, mine,
+                                      [&] {
+                                        hvpipe::Record record = RecordOf(given, other);
+                                        record.rank = other;
+                                        return record;
+                                      }())
+            .what();
+    }
+  }
+  return "";
+}
+
+std::string CheckDisagreement(const Case& given, const hvpipe::ControlExchange& exchange, int rank) {
+  std::string error;
+  try {
+    exchange.CheckAgreement();
+  } catch (const hvpipe::Error& found) {
+    error = found.what();
+  }
+  const std::string wanted = WantedError(given, rank);
+  if (error != wanted) return "rank " + std::to_string(rank) + " says: " + error + " and not: " + wanted;
+  if (exchange.requests() != ~std::uint64_t{0} >> (64 - given.ranks)) return "requests are wrong";
+  for (int other = 0; other < given.ranks && wanted.empty(); ++other) {
+    if (exchange.SamplesOf(other) != other) return "a number of samples is wrong";
+  }
+  return "";
+}
+
 int RootOf(const Case& given) { return static_cast<int>(given.seed % static_cast<unsigned>(given.ranks)); }
 
 std::unique_ptr<hvpipe::Collective> Make(const Case& given, hvpipe::Transport& transport,
                                          hvpipe::SendBudget& budget, hvpipe::Counters& counters,
                                          const void* in, void* out) {
-  if (given.algorithm == "agreement")
-    return std::make_unique<hvpipe::ControlExchange>(
-        transport, hvpipe::MakeRecord(hvpipe::Hash("call"), 7, transport.rank(), "call"), nullptr, 0,
-        std::vector<char>{});
+  if (given.algorithm == "agreement") {
+    std::vector<char> from_above;
+    const int above = (transport.rank() + 1) % given.ranks;
+    if (given.in_place) from_above = hvpipe::ControlExchange::TakeMessage(transport, above, 0);
+    if (!from_above.empty() && hvpipe::ControlExchange::RecordIn(from_above).rank != above)
+      throw std::runtime_error("a first message has another record than its sender's");
+    return std::make_unique<hvpipe::ControlExchange>(transport, RecordOf(given, transport.rank()),
+                                                     std::uint64_t{1} << transport.rank(), in, 0, from_above);
+  }
   if (given.algorithm == "gathered") {
     hvpipe::Record record = hvpipe::MakeRecord(hvpipe::Hash("call"), 7, 0, "call");
     record.payload_bytes = static_cast<std::uint32_t>(given.count * sizeof(float));
     return std::make_unique<hvpipe::GatheredAllReduce>(
-        std::make_unique<hvpipe::ControlExchange>(transport, record, in, 0, std::vector<char>{}),
-        [](const hvpipe::RecordExchange& exchange) { exchange.CheckAgreement(); }, out, given.count,
+        std::make_unique<hvpipe::ControlExchange>(transport, record, 0, in, 0, std::vector<char>{}),
+        [](const hvpipe::ControlExchange& exchange) { exchange.CheckAgreement(); }, out, given.count,
         hvpipe::DType::kFloat32);
   }
   if (given.algorithm == "broadcast") {
@@ -180,13 +242,16 @@ std::string Run(const Case& given) {
   for (int rank = 0; rank < given.ranks; ++rank) {
     transports.push_back(std::make_unique<MemoryTransport>(wires, rank, given.ranks));
     budgets.push_back(std::make_unique<hvpipe::SendBudget>(8));
-    auto& in = ins.emplace_back(given.count);
-    for (std::size_t i = 0; i < given.count; ++i) in[i] = Element(rank, i);
+    // An agreement's payload is not `count` elements long.
+    auto& in = ins.emplace_back(given.algorithm == "agreement" ? 30'000 : given.count);
+    for (std::size_t i = 0; i < in.size(); ++i) in[i] = Element(rank, i);
     outs.push_back(given.algorithm == "broadcast" ? in : std::vector<float>(given.count, -1.0F));
   }
-  for (std::size_t at = 0; at < ins.size(); ++at) {
-    collectives.push_back(Make(given, *transports[at], *budgets[at], counters[at], ins[at].data(),
-                               given.in_place ? ins[at].data() : outs[at].data()));
+  collectives.resize(ins.size());
+  for (std::size_t at = ins.size(); at-- > 0;) {
+    collectives[at] = Make(given, *transports[at], *budgets[at], counters[at], ins[at].data(),
+                           given.in_place ? ins[at].data() : outs[at].data());
+    if (given.algorithm == "agreement") (void)collectives[at]->Step();  // so that its message arrives early
   }
   auto done = static_cast<std::size_t>(
       std::count_if(collectives.begin(), collectives.end(), [](const auto& one) { return one->done(); }));
@@ -200,15 +265,19 @@ std::string Run(const Case& given) {
     if (collectives[at]->done()) ++done;
   }
   long most = 0;
-  for (const auto& transport : transports) most = std::max(most, transport->sent);
+  std::size_t most_bytes = 0;
+  for (const auto& transport : transports) {
+    most = std::max(most, transport->sent);
+    most_bytes = std::max(most_bytes, transport->sent_bytes);
+  }
+  const std::string ok = "ok " + std::to_string(most) + " " + std::to_string(most_bytes);
   if (given.algorithm == "agreement") {
     for (std::size_t at = 0; at < ins.size(); ++at) {
-      const auto& exchange = static_cast<const hvpipe::RecordExchange&>(*collectives[at]);
-      for (int rank = 0; rank < given.ranks; ++rank) {
-        if (exchange.of(rank).samples != rank) return "a record is wrong";
-      }
+      const auto& exchange = static_cast<const hvpipe::ControlExchange&>(*collectives[at]);
+      const std::string wrong = CheckDisagreement(given, exchange, static_cast<int>(at));
+      if (!wrong.empty()) return wrong;
     }
-    return "ok " + std::to_string(most);
+    return ok;
   }
   const auto& sums = given.in_place ? ins : outs;
   for (std::size_t i = 0; i < given.count; ++i) {
@@ -222,7 +291,7 @@ std::string Run(const Case& given) {
     if (given.count > 0 && std::memcmp(sums[at].data(), sums[0].data(), given.count * sizeof(float)) != 0)
       return "ranks end with different bits";
   }
-  return "ok " + std::to_string(most);
+  return ok;
 }
 
 }  // namespace
