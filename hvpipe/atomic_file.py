@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +38,7 @@ def atomic_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator
             yield file
         return
     # Threads, and containers whose processes have the same numbers, may write the same file.
-    number = f".{secrets.randbelow(10**9)}.partial"
+    number = f".{os.urandom(4).hex()}.partial"
     fits = len(os.fsencode(target.name)) + len(number) < _LONGEST
     partial = target.with_name(f".{target.name}{number}" if fits else number)
     with open(partial, "xb") as file:  # follows no link

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -238,6 +237,8 @@ class _NamesRead(Mapping[str, str]):
 
 
 def _similar(name: str, known: Collection[str]) -> str:
+    import difflib
+
     prefix = "HVPIPE_"
     endings = sorted(one.removeprefix(prefix) for one in known if one.startswith(prefix))
     closest = difflib.get_close_matches(name.removeprefix(prefix), endings, 1)

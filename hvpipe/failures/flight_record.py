@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import secrets
 import signal
 import tempfile
 import time
@@ -27,7 +26,7 @@ _stack_file: int | None = None
 def flight_path(settings: Settings, world: World) -> str:
     """Return the file of this rank's recorder; "" to keep it in memory. Collective."""
     if settings.flight_folder is not None:
-        start = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(8)}"  # nobody can make it first
+        start = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(8).hex()}"  # nobody can make it first
         folder = Path(settings.flight_folder) / world.allgather_object(start)[0]
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from hvpipe.engine.engine import EngineClient
 from hvpipe.environment.settings import Settings
@@ -103,6 +101,8 @@ class StatusReporter:
             self._folder.close()
 
     def _now(self, at_s: float, recent: Utilization) -> RankStatus:
+        from statistics import median
+
         done = self._progress()
         images_per_s = sent_bytes_per_s = None
         if self._before is not None:
@@ -139,7 +139,7 @@ def open_status_reporter(
     world = engine.world
     job: JobInfo | None = None
     if world.rank == 0 and settings.live:
-        name = f"{world.host}-{os.getpid()}-{secrets.token_hex(2)}"
+        name = f"{world.host}-{os.getpid()}-{os.urandom(2).hex()}"
         job = JobInfo(name, script=Path(sys.argv[0]).name, host=world.host)
     job = engine.broadcast_object(job, "hvpipe.init()")
     return None if job is None else StatusReporter(engine, job, settings.live_folder, progress)

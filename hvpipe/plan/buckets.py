@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -212,6 +211,8 @@ def plan_buckets(
         )
         for members in groups
     )
+    import hashlib
+
     text = repr((compression, [(g.name, g.shape, g.dtype) for g in gradients], buckets))
     signature = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return BucketPlan(buckets, signature)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvpipe.environment.discover import Launch, TcpInterfaces, tcp_interfaces
 from hvpipe.environment.settings import Backend, Settings
@@ -18,7 +18,9 @@ from hvpipe.environment.this_host import Interface, fast_network, interfaces
 from hvpipe.errors import InitError
 from hvpipe.log import logger
 from hvpipe.world.mpi import MpiWorld
-from hvpipe.world.tcp import TcpWorld, connect_mesh
+
+if TYPE_CHECKING:
+    from hvpipe.world.tcp import TcpWorld
 
 _MOST_RANKS = 128  # each has a connection to every other one
 _CONNECT_S = 15.0  # all ranks are there already
@@ -67,6 +69,8 @@ def over_tcp(ranks: MpiWorld, launch: Launch, settings: Settings) -> MpiWorld | 
             "--elastic needs ranks whose data MPI carries: leave HVPIPE_BACKEND unset. "
             "Received: HVPIPE_BACKEND='tcp'"
         )
+    from hvpipe.world.tcp import TcpWorld
+
     mesh, failure = _connect(ranks, places, settings)
     # The last one is of a rank that called, and knows why it failed, if there is such a one.
     failures = [each for each in ranks.allgather_object(failure) if each]
@@ -164,6 +168,8 @@ def _loopback(addresses: Iterable[str], rank: int) -> tuple[str, ...]:
 
 def _connect(ranks: MpiWorld, places: Sequence[Place], settings: Settings) -> tuple[Any, str]:
     """Return the connections, or None and why there are none. All ranks must take part."""
+    from hvpipe.world.tcp import connect_mesh
+
     hosts = [address_of(place, places[ranks.rank]) for place in places]
     called = hosts[: ranks.rank]
     missing = f"rank {ranks.rank} knows no address of rank {called.index('')}" if "" in called else ""

@@ -20,7 +20,6 @@ from hvpipe.environment.settings import Settings
 from hvpipe.errors import HvpipeError, InitError
 from hvpipe.world.clock_offset import clock_offset_s
 from hvpipe.world.objects import packed, unpacked
-from hvpipe.world.rendezvous import Rendezvous
 from hvpipe.world.secret import job_secret
 from hvpipe.world.shared_memory import shared_file
 from hvpipe.world.tcp_setup import Setup, job_key, listen
@@ -162,6 +161,8 @@ def open_world(launch: Launch, settings: Settings) -> TcpWorld:
             "horovodrun should set HOROVOD_RANK and HOROVOD_SIZE. "
             f"Received: rank={launch.rank}, size={launch.size}"
         )
+    from hvpipe.world.rendezvous import Rendezvous
+
     told = horovodrun()
     if told.elastic:
         raise InitError(

@@ -17,7 +17,7 @@ from hvpipe.environment.discover import Launch, tcp_interfaces
 from hvpipe.environment.settings import Settings
 from hvpipe.environment.this_host import Interface, interfaces
 from hvpipe.errors import InitError
-from hvpipe.world import ethernet
+from hvpipe.world import ethernet, tcp
 from hvpipe.world.ethernet import Place, address_of, over_tcp, usable, why_mpi
 from rank_threads import LIMIT_S, Together
 
@@ -216,7 +216,7 @@ def test_ranks_are_connected() -> None:
 def test_if_one_rank_cannot_connect_mpi_carries_the_data_of_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connect = ethernet.connect_mesh
+    connect = tcp.connect_mesh
 
     def refuse(rank: int, address: str, exchange: Any, timeout_s: float, hosts: Any, **options: Any) -> Any:
         if rank == 2:
@@ -224,7 +224,7 @@ def test_if_one_rank_cannot_connect_mpi_carries_the_data_of_all(
             raise InitError("Rank 2 should reach rank 0. Received: a firewall")
         return connect(rank, address, exchange, timeout_s, hosts, **options)
 
-    monkeypatch.setattr(ethernet, "connect_mesh", refuse)
+    monkeypatch.setattr(tcp, "connect_mesh", refuse)
     monkeypatch.setattr(ethernet, "_CONNECT_S", 0.5)
     worlds = join(Settings())
     assert [type(world) for world in worlds] == [Ranks] * 3
@@ -254,13 +254,13 @@ def test_ranks_without_a_common_network(
 def test_if_one_rank_cannot_listen_mpi_carries_the_data_of_all(
     bad: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connect = ethernet.connect_mesh
+    connect = tcp.connect_mesh
 
     def fail(rank: int, address: str, exchange: Any, timeout_s: float, hosts: Any, **options: Any) -> Any:
         shown = "192.0.2.1" if rank == bad else address  # RFC 5737
         return connect(rank, shown, exchange, timeout_s, hosts, **options)
 
-    monkeypatch.setattr(ethernet, "connect_mesh", fail)
+    monkeypatch.setattr(tcp, "connect_mesh", fail)
     assert {world.network for world in join(Settings())} == {"MPI"}
     assert "should be able to listen at its address. Received: 192.0.2.1" in caplog.text
 
