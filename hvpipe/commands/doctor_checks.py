@@ -66,6 +66,7 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
         _mpi4py(),
         _library(build, library, load_error),
         _mpirun(environ, library),
+        *([] if library is None else [_messages(library)]),
         _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
         *_gpu_findings(gpus, environ),
         _cores(),
@@ -176,6 +177,25 @@ def _mpirun(environ: Mapping[str, str], library: str | None) -> Finding:
     return Finding("mpirun", "ok", found)
 
 
+def _messages(library: str) -> Finding:
+    """Report what carries MPI's messages, as far as one process tells."""
+    layer, error = _message_layer()
+    if error.startswith("thread level"):
+        advice = "hvpipe needs an MPI that was built for calls by several threads"
+        return Finding("MPI's messages", "problem", f"not thread-safe: {error}", advice)
+    if error:
+        return Finding("MPI's messages", "absent", "not known: MPI did not start without mpirun")
+    found = _LAYERS.get(layer, f"by {layer}") if layer else f"{library} does not tell by what"
+    card = fast_network()
+    if card and layer == "ob1":
+        advice = (
+            f"to use {card}, Open MPI needs a UCX that was built with --enable-mt (ucx_info -v); if it is a "
+            "card for Ethernet, set HVPIPE_BACKEND=tcp"
+        )
+        return Finding("MPI's messages", "absent", f"{found}, not by {card}; thread-safe", advice)
+    return Finding("MPI's messages", "ok", f"{found}; thread-safe")
+
+
 def _gpus() -> Finding:
     try:
         with Nvml() as nvml:
@@ -254,6 +274,17 @@ _COUNT_GPUS = """
 from hvpipe.environment.native import cuda_library, import_native
 print(import_native().count_devices(str(cuda_library())))
 """
+_START = """
+from hvpipe.environment.discover import discover
+from hvpipe.world.mpi import message_layer, open_world
+open_world(discover())
+print(message_layer())
+"""
+_LAYERS = {
+    "ob1": "by Open MPI's ob1, over memory and TCP",
+    "ucx": "by UCX",
+    "cm": "by libfabric, PSM or Portals (cm)",
+}
 _LOAD = """
 from hvpipe.world.mpi import library_version
 print(library_version(), flush=True)
@@ -265,6 +296,11 @@ import_native()
 def _mpi_library() -> tuple[str | None, str]:
     """Return the MPI's version, and "" or why the engine does not load. Without MPI: None, and why."""
     return _in_new_process(_LOAD)
+
+
+def _message_layer() -> tuple[str | None, str]:
+    """Return what carries the messages, None if MPI does not tell, and "" or why MPI does not start."""
+    return _in_new_process(_START)
 
 
 def _in_new_process(program: str) -> tuple[str | None, str]:

@@ -17,7 +17,7 @@ from hvpipe.environment.settings import Backend, Settings
 from hvpipe.environment.this_host import Interface, fast_network, interfaces
 from hvpipe.errors import InitError
 from hvpipe.log import logger
-from hvpipe.world.mpi import MpiWorld
+from hvpipe.world.mpi import MpiWorld, message_layer
 
 if TYPE_CHECKING:
     from hvpipe.world.tcp import TcpWorld
@@ -63,6 +63,12 @@ def over_tcp(ranks: MpiWorld, launch: Launch, settings: Settings) -> MpiWorld | 
     why = why_mpi(places)
     if why:
         ranks.network = f"MPI, because {why}"
+        if ranks.rank == 0 and (card := idle_card(places, message_layer())):
+            logger.warning(
+                "hvpipe: Open MPI does not use %s: it chose ob1, which sends by TCP. For InfiniBand it needs "
+                "a UCX that was built with --enable-mt. If the card is for Ethernet, set HVPIPE_BACKEND=tcp.",
+                card,
+            )
         return ranks
     if asked and places[0].elastic:
         raise InitError(
@@ -113,6 +119,14 @@ def why_mpi(places: Sequence[Place]) -> str:
     )
     speeds = [speed for _, speed in shared]
     return "all hosts share several networks of one speed" if speeds.count(max(speeds, default=0)) > 1 else ""
+
+
+def idle_card(places: Sequence[Place], message_layer: str) -> str:
+    """Return the card between hosts that MPI should use and does not, or ""."""
+    one_host = len({place.first_rank_on_host for place in places}) == 1
+    if one_host or message_layer != "ob1" or places[0].backend == "mpi":
+        return ""
+    return next((place.fast_network for place in places if place.fast_network), "")
 
 
 def address_of(theirs: Place, mine: Place) -> str:

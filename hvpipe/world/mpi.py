@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -288,6 +289,23 @@ def fault_tolerant(library: str) -> bool:
 def library_version() -> str:
     """Return name and version of the MPI library that mpi4py loads, without initialising MPI."""
     return short_version(_import_mpi().Get_library_version())
+
+
+def message_layer() -> str:
+    """Return what carries the messages of the running Open MPI; "" if another MPI runs.
+
+    "ucx", "cm" (libfabric), or "ob1", which is its own, for memory and TCP.
+
+    Open MPI has no call that tells. Its library exports the description of the component that it selected: a
+    `mca_base_component_t`, with the framework's name in 32 bytes, three versions, and the component's name.
+    """
+    try:
+        library = ctypes.CDLL("libmpi.so.40", os.RTLD_NOLOAD)  # the one that mpi4py has loaded
+        found = (ctypes.c_char * 256).in_dll(library, "mca_pml_base_selected_component").raw
+    except (OSError, ValueError):
+        return ""
+    framework = found.find(b"pml\0")
+    return "" if framework < 0 else found[framework + 32 + 12 :].partition(b"\0")[0].decode(errors="replace")
 
 
 def short_version(text: str) -> str:

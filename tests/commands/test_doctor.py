@@ -30,6 +30,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     monkeypatch.setattr(doctor_checks, "read_build_info", lambda: BUILD)
     monkeypatch.setattr(doctor_checks, "_version", installed.get)
     monkeypatch.setattr(doctor_checks, "_mpi_library", lambda: ("Open MPI v5.0.11", ""))
+    monkeypatch.setattr(doctor_checks, "_message_layer", lambda: ("ob1", ""))
     monkeypatch.setattr(doctor_checks, "interfaces", lambda: [Interface("eth0", "10.0.0.1/24")])
     monkeypatch.setattr(doctor_checks, "fast_network", lambda: "")
     monkeypatch.setattr(doctor_checks, "_shared_memory", lambda: Finding("shared memory", "ok", "2.00 GB"))
@@ -165,8 +166,42 @@ def test_json_and_exit_code(
 
 def test_this_machine() -> None:
     """Whatever is installed here, no check raises."""
-    names = [finding.name for finding in doctor_checks.examine({"PATH": "/usr/bin"})]
-    assert {"Python", "TensorFlow", "MPI library", "mpirun", "cores", "shared memory"} <= set(names)
+    found = {finding.name: finding for finding in doctor_checks.examine({"PATH": "/usr/bin"})}
+    assert {"Python", "TensorFlow", "MPI library", "mpirun", "cores", "shared memory"} <= found.keys()
+    if found["MPI library"].found.startswith("Open MPI"):
+        assert "ob1" in found["MPI's messages"].found or "ucx" in found["MPI's messages"].found.lower()
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "card", "state", "found"),
+    [
+        ("ucx", "", "mlx5_0", "ok", "by UCX; thread-safe"),
+        ("ob1", "", "", "ok", "by Open MPI's ob1, over memory and TCP; thread-safe"),
+        ("ob1", "", "mlx5_0", "absent", "by Open MPI's ob1, over memory and TCP, not by mlx5_0; thread-safe"),
+        (None, "", "mlx5_0", "ok", "Open MPI v5.0.11 does not tell by what; thread-safe"),
+        (
+            None,
+            "thread level MPI_THREAD_SINGLE",
+            "",
+            "problem",
+            "not thread-safe: thread level MPI_THREAD_SINGLE",
+        ),
+        (None, "exit code 1", "", "absent", "not known: MPI did not start without mpirun"),
+    ],
+)
+def test_what_carries_the_messages_of_mpi(
+    versions: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    layer: str | None,
+    error: str,
+    card: str,
+    state: str,
+    found: str,
+) -> None:
+    monkeypatch.setattr(doctor_checks, "fast_network", lambda: card)
+    monkeypatch.setattr(doctor_checks, "_message_layer", lambda: (layer, error))
+    finding = {f.name: f for f in doctor_checks.examine({})}["MPI's messages"]
+    assert (finding.state, finding.found) == (state, found)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hvpipe.environment.settings import Settings
 from hvpipe.environment.this_host import Interface, interfaces
 from hvpipe.errors import InitError
 from hvpipe.world import ethernet, tcp
-from hvpipe.world.ethernet import Place, address_of, over_tcp, usable, why_mpi
+from hvpipe.world.ethernet import Place, address_of, idle_card, over_tcp, usable, why_mpi
 from rank_threads import LIMIT_S, Together
 
 LAUNCH = Launch("mpirun", None, None, None, None)
@@ -66,6 +66,25 @@ def place(host: int, *addresses: str, **others: Any) -> Place:
 )
 def test_what_carries_the_data(places: list[Place], why: str) -> None:
     assert why_mpi(places) == why
+
+
+@pytest.mark.parametrize(
+    ("places", "layer", "card"),
+    [
+        pytest.param([place(0), place(1, fast_network="mlx5_0")], "ob1", "mlx5_0", id="MPI sends by TCP"),
+        pytest.param([place(0), place(1, fast_network="mlx5_0")], "ucx", "", id="it is used"),
+        pytest.param([place(0), place(1)], "ob1", "", id="no card"),
+        pytest.param([place(0, fast_network="mlx5_0")] * 2, "ob1", "", id="one host"),
+        pytest.param(
+            [place(n, fast_network="mlx5_0", backend="mpi") for n in (0, 1)],
+            "ob1",
+            "",
+            id="mpi was asked for",
+        ),
+    ],
+)
+def test_a_card_that_mpi_leaves_idle(places: list[Place], layer: str, card: str) -> None:
+    assert idle_card(places, layer) == card
 
 
 @pytest.mark.parametrize(
