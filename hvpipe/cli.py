@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hvpipe import __version__
-from hvpipe.commands import bench, blackbox, doctor, join, plan, profile, report, run, top
+from hvpipe.commands import bench, blackbox, doctor, join, plan, profile, report, run, top, tune
 from hvpipe.errors import HvpipeError
 
 _EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top or join found no job, report,
 blackbox or plan cannot read a file, plan found no plan that fits or refuses an option's value, or the
 output cannot be written; 2 other wrong usage, the run could not be started, or profile found no model
 to measure; 75 the job ended with a complete checkpoint, start it again; 69 an elastic job has too few
-ranks left; otherwise run and profile return mpirun's exit code, 128 + n after signal n; bench returns 1
+ranks left; otherwise run, profile and tune return mpirun's exit code, 128 + n after signal n; bench returns 1
 if rounds failed"""
 _BENCH_COMMANDS = "run SUITE, step, tune, report DIR, advise DIR, readme DIR; each has --help"
 
@@ -42,11 +42,12 @@ _COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
     "report": (report, "summarise a trace that `hvpipe run --trace` wrote", None),
     "blackbox": (blackbox, "say what ended a job, from its flight recorders", None),
     "profile": (profile, "measure a model's layers, the devices and the links", _EXIT_CODES),
+    "tune": (tune, "measure which all-reduce is the fastest on a cluster", _EXIT_CODES),
     "plan": (plan, "cut a model into stages for a cluster", plan.EPILOG),
     "bench": (bench, "measure native TensorFlow, Horovod and hvpipe side by side", _BENCH_COMMANDS),
 }
 # For these an HvpipeError is exit code 2, for the others 1.
-_ERROR_IS_2 = ("run", "profile", "bench")
+_ERROR_IS_2 = ("run", "profile", "tune", "bench")
 # A full disk, a quota, a limit of the file's size, or a device that fails.
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

@@ -39,6 +39,7 @@ _KINDS = {
     "hvpipe-plan": "a plan",
     "hvpipe-plan-report": "a report of `hvpipe plan --json`",
     "hvpipe-schedule": "a schedule",
+    "hvpipe-tuning": "a file of `hvpipe tune`",
     "hvpipe-checkpoint": "the manifest of a checkpoint",
 }
 """What files of each format are."""

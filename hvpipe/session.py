@@ -20,7 +20,7 @@ from hvpipe.environment.job_folder import tell_end, tell_joined
 from hvpipe.environment.native import LeftToParent, import_native
 from hvpipe.environment.settings import Settings, job_name, strange_job_folder
 from hvpipe.environment.settings import settings as read_settings
-from hvpipe.errors import HvpipeError, MismatchError, name_lost
+from hvpipe.errors import HvpipeError, InitError, MismatchError, name_lost
 from hvpipe.failures.abort_on_error import abort_on_uncaught_errors, in_one_line, tell_end_of_rank
 from hvpipe.failures.flight_record import (
     end_record,
@@ -32,6 +32,7 @@ from hvpipe.failures.flight_record import (
 from hvpipe.failures.noted_exit import exit_call
 from hvpipe.log import logger, set_log_level
 from hvpipe.monitor.core_binding import log_placement
+from hvpipe.specs.tuning import Tuning, carrier
 from hvpipe.world.open import open_world
 from hvpipe.world.world import World
 
@@ -70,7 +71,7 @@ _SHOWN_STEPS = 20
 _RANK_0_DECIDES = (
     *("trace_path", "utilization_path", "utilization_hz", "summary"),
     *("bucket_bytes", "table_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host"),
-    *("shared_memory", "algorithms"),
+    *("shared_memory", "algorithms", "algorithms_ranks"),
     *("nccl_library", "gpus_may_be_shared"),
     *("verify_every", "nonfinite", "strict"),
     *("stall_warn_s", "stall_abort_s", "flight_folder"),
@@ -104,9 +105,9 @@ class Session:
             logger.warning("hvpipe: unknown variables, which have no effect: %s", ", ".join(settings.unknown))
         if (why := strange_job_folder()) is not None and self.world.local_rank == 0:
             logger.warning("hvpipe: HVPIPE_JOB_FOLDER is not used on %s. Received: %s", self.world.host, why)
-        settings = _with_settings_of_rank_0(settings, self.world)
-        self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
         self.layout = self._gather_layout()
+        settings = _with_settings_of_rank_0(_tuned(settings, self.world, self.hosts), self.world)
+        self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
         self.engine: EngineClient = EngineClient(self.world, settings)
         self.step_durations_s = array("d")
         self.sample_counters: list[CountsSamples] = []
@@ -232,6 +233,11 @@ class Session:
     def _gather_layout(self) -> list[tuple[int, int]]:
         """Return the local rank and local size of each rank; collective."""
         return self.world.allgather_object((self.world.local_rank, self.world.local_size))
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return sum(local_rank == 0 for local_rank, _ in self.layout)
 
     def _loses(self) -> bool:
         return self.lost is not None
@@ -641,6 +647,29 @@ def counters() -> dict[str, float]:
         ```
     """
     return current().engine.counters()
+
+
+def _tuned(settings: Settings, world: World, hosts: int) -> Settings:
+    """Take the algorithms of the file of `hvpipe tune`, which rank 0 reads, if it is of such a cluster."""
+    path, network = settings.tuning_path, carrier(world.network, hosts)
+    if not path or world.rank != 0:
+        return settings
+    try:
+        tuning = Tuning.read(path)
+    except HvpipeError as error:
+        raise InitError(f"HVPIPE_ALL_REDUCE should name a file of `hvpipe tune`: {error}") from error
+    if world.size > 1 and network != tuning.network:
+        logger.warning(
+            "hvpipe: HVPIPE_ALL_REDUCE=%s is not used: it is of %s. Received: %s",
+            *(path, tuning.network, network),
+        )
+        return settings
+    if tuning.ranks not in (world.size, hosts):
+        logger.warning(
+            "hvpipe: only sums of %d ranks or hosts use HVPIPE_ALL_REDUCE=%s. Received: ranks=%d, hosts=%d",
+            *(tuning.ranks, path, world.size, hosts),
+        )
+    return replace(settings, algorithms=tuning.algorithms, algorithms_ranks=tuning.ranks)
 
 
 def _with_settings_of_rank_0(settings: Settings, world: World) -> Settings:

@@ -43,21 +43,15 @@ HOROVODRUN = [
     *("--network-interface", "--network-interfaces", "--ssh-identity-file", "--ssh-port", "--start-timeout"),
     *("--stall-check-shutdown-time-seconds", "--timeline-filename", "--verbose", "-i", "-p", *WITHOUT_EFFECT),
 ]
+LAUNCH = [
+    *("--bind", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--launcher-args", "--mpirun"),
+    *("--net", "--ports", "--rsh-agent", "--timeout", "-H", "-h", "-n", "-np", "-hostfile"),
+]
 FLAGS = {
     "": ["--help", "--version", "-h"],
     "run": [
-        *("--bind", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--launcher-args", "--module"),
-        *(
-            "--mpirun",
-            "--net",
-            "--no-summary",
-            "--ports",
-            "--rsh-agent",
-            "--timeout",
-            "--trace",
-            "--utilization",
-        ),
-        *("--utilization-hz", "-H", "-h", "-m", "-n", "-np", "-hostfile"),
+        *LAUNCH,
+        *("--module", "--no-summary", "--trace", "--utilization", "--utilization-hz", "-m"),
         *("--elastic", "--grace", "--lr-scaling", "--min-np", "--nonfinite", "--restarts", "--verify"),
         *("--flight-recorder", "--stall-abort", "--stall-warn", "--strict"),
         *HOROVODRUN,
@@ -68,10 +62,10 @@ FLAGS = {
     "doctor": ["--help", "--json", "-h"],
     "report": ["--help", "--json", "-h"],
     "profile": [
-        *("--bind", "--cluster", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--input-shape"),
-        *("--launcher-args", "--microbatch", "--mpirun", "--net", "--optimizer", "--output", "--repeats"),
-        *("--ports", "--rsh-agent", "--timeout", "-H", "-h", "-n", "-np", "-o", "-hostfile"),
+        *LAUNCH,
+        *("--cluster", "--input-shape", "--microbatch", "--optimizer", "--output", "--repeats", "-o"),
     ],
+    "tune": [*LAUNCH, "--output", "-o"],
     "plan": [
         *("--batch-size", "--chunks", "--cluster", "--explain", "--graph-batch-size", "--help", "--json"),
         *(
@@ -130,8 +124,8 @@ WORDS = st.one_of(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_words_end_with_an_exit_code(script: str, data: st.DataObject) -> None:
-    command = data.draw(st.sampled_from(["run", "profile", "plan", "blackbox", "report"]))
-    starts = ["--dry-run"] if command in ("run", "profile") else []
+    command = data.draw(st.sampled_from(["run", "profile", "tune", "plan", "blackbox", "report"]))
+    starts = ["--dry-run"] if command in ("run", "profile", "tune") else []
     words = data.draw(st.lists(st.one_of(st.sampled_from(FLAGS[command]), WORDS), max_size=6))
     try:
         code = cli.main([command, *starts, *words])

@@ -22,7 +22,7 @@ from bench.command import add_hosts, add_sizes, status_of
 from bench.hosts import rank_benchmark
 from bench.hosts.links import measure_two_way
 from bench.metrics import parse_size, sizes
-from hvpipe.environment.settings import ALGORITHMS
+from hvpipe.specs.tuning import ALGORITHMS
 
 # A link's token bucket lets 256 KB pass at once after a pause. Samples are so long that this weighs little.
 _SAMPLE_S, _LINK_SAMPLE_S = 0.02, 0.3

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import geometric_mean, median
 
 from bench.metrics import bus_bandwidth, format_size, format_time, relative_spread, table
+from hvpipe.specs.tuning import fastest, setting
 
 LARGE_BYTES = 1 << 20  # from this size on bandwidth counts, below it latency
 LINK_LARGE_BYTES = 4 << 20
@@ -109,16 +110,8 @@ class AllReduceReport:
 
         Another one than at the size before must be 5 % faster.
         """
-        found: list[tuple[str, int]] = []  # and the largest array
-        for row in self.rows:
-            each = row.each_algorithm
-            if not each:
-                return None
-            best = min(each, key=each.__getitem__)
-            if found and each[found[-1][0]] <= 1.05 * each[best]:
-                best = found.pop()[0]
-            found.append((best, row.size_bytes))
-        return ",".join([*(f"{name}:{most}" for name, most in found[:-1]), *(name for name, _ in found[-1:])])
+        each = {row.size_bytes: row.each_algorithm for row in self.rows}
+        return setting(fastest(each)) if all(each.values()) else None
 
     def to_json(self) -> str:
         """Return a line with the summary, and one for each size with medians and spreads."""

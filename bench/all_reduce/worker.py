@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from bench.all_reduce.report import AllReduceReport, Row
 from bench.metrics import format_size, repetitions
-from hvpipe.environment.settings import ALGORITHMS
+from hvpipe.specs.tuning import ALGORITHMS
 
 Buffer = npt.NDArray[np.float32]
 Sum = Callable[[Buffer], Any]  # in place, or returns another buffer with the sum

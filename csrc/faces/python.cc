@@ -74,6 +74,7 @@ EngineOptions OptionsOf(const nb::kwargs& given) {
   take("abort_marker", options.abort_marker);
   std::vector<std::pair<std::string, std::size_t>> algorithms;
   take("algorithms", algorithms);
+  take("algorithms_ranks", options.algorithms_ranks);
   for (const auto& [name, most_bytes] : algorithms)
     options.algorithms.push_back({ParseAlgorithm(name), most_bytes});
   if (taken != given.size()) throw Error("internal: an option of the engine has another name");

@@ -20,6 +20,7 @@ struct EngineOptions {
   bool fast_network = false;             // MPI sends through memory or by cards made for it
   bool shared_memory = true;             // false: ranks of one host use the network as well
   std::vector<AlgorithmRow> algorithms;  // of all-reduces over the network; empty: the engine chooses
+  std::size_t algorithms_ranks = 0;      // of sums of so many ranks; 0: of any
   int ranks_per_host = 0;  // > 0: pretend that each group of this many ranks is a host (for tests)
   bool trace = false;
   double stall_warn_s = 0;   // report a longer wait; 0: none

@@ -33,11 +33,17 @@ std::unique_ptr<Collective> Network::MakeRing(Transport& ranks, const void* in, 
   return std::make_unique<RingAllReduce>(ranks, budget_, counters_, in, out, count, dtype, ring);
 }
 
+const std::vector<AlgorithmRow>& Network::RowsFor(const Transport& ranks) const {
+  static const std::vector<AlgorithmRow> none;
+  const std::size_t wanted = options_.algorithms_ranks;
+  return wanted == 0 || wanted == static_cast<std::size_t>(ranks.size()) ? options_.algorithms : none;
+}
+
 Algorithm Network::AlgorithmOf(const Transport& ranks, std::size_t bytes) const {
   const auto choose = [&](const std::vector<AlgorithmRow>& rows) {
     return AlgorithmFor(ranks.size(), bytes, ranks.message_bytes(), bytes > ranks.most_at_once(), rows);
   };
-  const Algorithm chosen = choose(options_.algorithms);
+  const Algorithm chosen = choose(RowsFor(ranks));
   return chosen == Algorithm::kMpi ? choose({}) : chosen;
 }
 
@@ -61,7 +67,7 @@ std::unique_ptr<Collective> Network::MakeAllReduce(Transport& ranks, const void*
 }
 
 MpiSums* Network::SumsFor(const Transport& ranks, std::size_t bytes) const {
-  if (AlgorithmFor(ranks.size(), bytes, 1, false, options_.algorithms) != Algorithm::kMpi) return nullptr;
+  if (AlgorithmFor(ranks.size(), bytes, 1, false, RowsFor(ranks)) != Algorithm::kMpi) return nullptr;
   return &ranks == across_.get() ? across_sums_.get() : &ranks == ring_.get() ? sums_.get() : nullptr;
 }
 

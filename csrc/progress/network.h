@@ -164,6 +164,8 @@ class Network {
   std::unique_ptr<SharedWindow> reduce_window_, broadcast_window_, named_window_;
 
  private:
+  const std::vector<AlgorithmRow>& RowsFor(const Transport& ranks) const;
+
   Counters& counters_;
   SendBudget budget_;                // the ring messages that this rank may have under way
   std::vector<char> early_;          // the message of the next rank, if it arrived before its exchange began

@@ -14,14 +14,13 @@ from hvpipe.environment import horovod_variables
 from hvpipe.environment.job_folder import abort_marker
 from hvpipe.errors import HvpipeError
 from hvpipe.own_folder import is_own, why_not_own
+from hvpipe.specs.tuning import ALGORITHMS
 
 Backend = Literal["mpi", "tcp"]
 Nonfinite = Literal["raise", "skip", "ignore"]
 NONFINITE: tuple[Nonfinite, ...] = ("raise", "skip", "ignore")
 LrScaling = Literal["none", "linear", "sqrt"]
 LR_SCALINGS: tuple[LrScaling, ...] = ("none", "linear", "sqrt")
-ALGORITHMS = ("doubling", "halving", "ring", "mpi")
-"""Of all-reduces over the network: csrc/collectives/algorithm.h."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SHUTDOWN_S = 3600.0
 _Choice = TypeVar("_Choice", bound=str)
@@ -52,6 +51,8 @@ class Settings:
     ranks_per_host: int = 0
     shared_memory: bool = True
     algorithms: tuple[tuple[str, int], ...] = ()  # of all-reduces, with the largest array in bytes; 0: any
+    algorithms_ranks: int = 0  # of sums of so many ranks; 0: of any
+    tuning_path: str = ""  # a file of `hvpipe tune`, which has them
     summary: bool = False
     nccl_library: str = ""  # "": look for it; "none": send data on GPUs through the host
     device_library: str = ""  # "": hvpipe's own for CUDA
@@ -112,6 +113,7 @@ class Settings:
             "messages_in_flight": self.messages_in_flight,
             "slot_bytes": self.slot_bytes,
             "algorithms": self.algorithms,
+            "algorithms_ranks": self.algorithms_ranks,
             "trace": self.trace_path is not None,
             "stall_warn_s": self.engine_stall_s,
             "flight_path": self.flight_path,
@@ -142,7 +144,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_MESSAGES_IN_FLIGHT | how many ring messages may be under way |
     | HVPIPE_RANKS_PER_HOST | for tests: pretend that N ranks share a host |
     | HVPIPE_SHARED_MEMORY | 0 or 1 |
-    | HVPIPE_ALL_REDUCE | algorithms between hosts, each but the last with its largest array in bytes |
+    | HVPIPE_ALL_REDUCE | a file of `hvpipe tune`, or algorithms, each but the last with its largest array |
     | HVPIPE_NCCL_LIBRARY | a path, or "none" to send data on GPUs through the host |
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_VERIFY | after how many steps data_parallel compares weights over ranks |
@@ -196,6 +198,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         ranks_per_host=_number(env, "HVPIPE_RANKS_PER_HOST", "ranks", default.ranks_per_host),
         shared_memory=_switch(env, "HVPIPE_SHARED_MEMORY", default.shared_memory),
         algorithms=_algorithms(env),
+        tuning_path=_tuning_path(env),
         summary=summary,
         nccl_library=env.get("HVPIPE_NCCL_LIBRARY", ""),
         device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
@@ -333,16 +336,23 @@ def _number(env: Mapping[str, str], name: str, unit: str, default: int) -> int:
 
 def _algorithms(env: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
     text = env.get("HVPIPE_ALL_REDUCE")
-    if not text:
+    if not text or _tuning_path(env):
         return ()
     *limited, last = (part.partition(":") for part in text.split(","))
     named = all(name in ALGORITHMS for name, _, _ in (*limited, last))
     sizes = [int(size) if size.isdecimal() else 0 for _, _, size in limited]
     if not named or last[1] or any(b <= a for a, b in pairwise((0, *sizes))):
         names = ", ".join(ALGORITHMS)
-        wanted = f"one of {names}, or several with growing sizes in bytes, as doubling:65536,ring"
+        wanted = (
+            f"one of {names}, several with growing sizes in bytes, as doubling:65536,ring, or a .json file"
+        )
         raise _bad("HVPIPE_ALL_REDUCE", wanted, text)
     return (*((name, size) for (name, _, _), size in zip(limited, sizes, strict=True)), (last[0], 0))
+
+
+def _tuning_path(env: Mapping[str, str]) -> str:
+    text = env.get("HVPIPE_ALL_REDUCE", "")
+    return text if text.endswith(".json") else ""
 
 
 def _stall_warn(env: Mapping[str, str], default: float) -> float:

@@ -71,6 +71,10 @@ def test_settings_are_read() -> None:
     )
 
 
+def test_a_json_file_may_name_the_algorithms() -> None:
+    assert settings({"HVPIPE_ALL_REDUCE": "a,b.json"}) == Settings(tuning_path="a,b.json")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "wanted"),
     [
@@ -87,7 +91,7 @@ def test_settings_are_read() -> None:
         ("HVPIPE_SEGMENT_BYTES", "-1", "a positive number of bytes"),
         ("HVPIPE_SHARED_MEMORY", "yes", "0 or 1"),
         *(
-            ("HVPIPE_ALL_REDUCE", text, "one of doubling, halving, ring, mpi, or several")
+            ("HVPIPE_ALL_REDUCE", text, "one of doubling, halving, ring, mpi, several")
             for text in ("fast", "ring:9", "ring,doubling", "halving:9,doubling:8,ring", "ring:x,ring", ",")
         ),
         ("HVPIPE_VERIFY", "0", "a positive number of steps"),
