@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -292,6 +291,8 @@ def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) ->
 
 def fingerprint(content: object) -> str:
     """Return 16 hex digits of a JSON value, equal for equal content on every machine."""
+    import hashlib
+
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
