@@ -76,11 +76,10 @@ ControlExchange::ControlExchange(Transport& transport, const Record& mine, std::
       has_above_(!from_above.empty()),
       entry_bytes_(EntryBytes(mine.payload_bytes)),
       most_bytes_(RecordDigest::kMostBytes + kMostPayloadBytes + 16 * static_cast<std::size_t>(ranks_)),
-      entries_(RecordDigest::kMostBytes + static_cast<std::size_t>(ranks_) * entry_bytes_),
-      received_(most_bytes_) {
+      memory_(RecordDigest::kMostBytes + static_cast<std::size_t>(ranks_) * entry_bytes_ + most_bytes_) {
   std::memcpy(Entry(0), &mine.samples, sizeof mine.samples);
   if (mine.payload_bytes > 0) std::memcpy(PayloadOf(rank_), payload, mine.payload_bytes);
-  std::copy(from_above.begin(), from_above.end(), static_cast<char*>(received_.data()));
+  std::copy(from_above.begin(), from_above.end(), received());
 }
 
 // A number of samples and a payload, whose elements are at most 8 bytes large.
@@ -89,17 +88,16 @@ std::size_t ControlExchange::EntryBytes(std::size_t payload_bytes) {
 }
 
 char* ControlExchange::Entry(int index) const {
-  return static_cast<char*>(entries_.data()) + RecordDigest::kMostBytes +
+  return static_cast<char*>(memory_.data()) + RecordDigest::kMostBytes +
          static_cast<std::size_t>(index) * entry_bytes_;
 }
 
 // The entries of ranks that do something else may have another size. Nobody looks at them.
 void ControlExchange::Take(int entries) {
-  const auto* const message = static_cast<const char*>(received_.data());
-  const RecordDigest theirs(message);
+  const RecordDigest theirs(received());
   digest_.Add(theirs);
   if (digest_.OtherThan(mine_) != nullptr) return;
-  std::memcpy(Entry(held_), message + theirs.bytes(), static_cast<std::size_t>(entries) * entry_bytes_);
+  std::memcpy(Entry(held_), received() + theirs.bytes(), static_cast<std::size_t>(entries) * entry_bytes_);
 }
 
 // In each round a rank sends the entries that it holds to rank - held_ and receives as many from rank +
@@ -118,7 +116,7 @@ bool ControlExchange::Step() {
       if (held_ == 1 && has_above_) {
         Take(1);
       } else {
-        receive_ = transport_.Irecv(received_.data(), most_bytes_, above, tag_);
+        receive_ = transport_.Irecv(received(), most_bytes_, above, tag_);
       }
       moved = true;
     }

@@ -105,6 +105,7 @@ class ControlExchange : public Collective {
   static std::size_t EntryBytes(std::size_t payload_bytes);
   char* Entry(int index) const;
   char* EntryOf(int rank) const { return Entry((rank - rank_ + ranks_) % ranks_); }
+  char* received() const { return Entry(ranks_); }
   void Take(int entries);
 
   Transport& transport_;
@@ -116,8 +117,7 @@ class ControlExchange : public Collective {
   Ticket send_ = kNoTicket;
   Ticket receive_ = kNoTicket;
   const std::size_t entry_bytes_, most_bytes_;  // of an entry; of a message, also of ranks that disagree
-  AlignedBuffer entries_;   // room for a digest, then entries: number i is of rank (rank_ + i) % ranks_
-  AlignedBuffer received_;  // a message
+  AlignedBuffer memory_;  // a digest, entries (number i is of rank (rank_ + i) % ranks_), a message received
 };
 
 // Called once an exchange has ended. Throws if ranks disagree.
