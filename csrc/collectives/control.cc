@@ -65,9 +65,11 @@ const Record* RecordDigest::OtherThan(const Record& record) const {
   return kinds_ > 1 ? &records_[1] : nullptr;
 }
 
-ControlExchange::ControlExchange(Transport& transport, const Record& mine, std::uint64_t requests,
-                                 const void* payload, int tag, const std::vector<char>& from_above)
+ControlExchange::ControlExchange(Transport& transport, Counters& counters, const Record& mine,
+                                 std::uint64_t requests, const void* payload, int tag,
+                                 const std::vector<char>& from_above)
     : transport_(transport),
+      counters_(counters),
       rank_(transport.rank()),
       ranks_(transport.size()),
       tag_(tag),
@@ -113,6 +115,7 @@ bool ControlExchange::Step() {
       digest_.WriteTo(Entry(0) - head);
       send_ = transport_.Isend(Entry(0) - head, head + static_cast<std::size_t>(take) * entry_bytes_, below,
                                tag_);
+      ++counters_.messages_sent;
       if (held_ == 1 && has_above_) {
         Take(1);
       } else {

@@ -15,6 +15,7 @@
 #include "base/aligned_buffer.h"
 #include "base/dtype.h"
 #include "base/error.h"
+#include "base/telemetry.h"
 #include "collectives/collective.h"
 #include "transport/transport.h"
 
@@ -75,8 +76,8 @@ class ControlExchange : public Collective {
 
   // `payload` has mine.payload_bytes. `requests`: bits that this rank wants all ranks to see. `from_above`:
   // the message of the rank above, if this rank has received it already; else empty.
-  ControlExchange(Transport& transport, const Record& mine, std::uint64_t requests, const void* payload,
-                  int tag, const std::vector<char>& from_above);
+  ControlExchange(Transport& transport, Counters& counters, const Record& mine, std::uint64_t requests,
+                  const void* payload, int tag, const std::vector<char>& from_above);
 
   bool Step() override;
   bool done() const override { return held_ == ranks_; }
@@ -109,6 +110,7 @@ class ControlExchange : public Collective {
   void Take(int entries);
 
   Transport& transport_;
+  Counters& counters_;
   const int rank_, ranks_, tag_;
   const Record mine_;
   RecordDigest digest_;

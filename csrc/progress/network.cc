@@ -73,7 +73,7 @@ MpiSums* Network::SumsFor(const Transport& ranks, std::size_t bytes) const {
 
 std::unique_ptr<ControlExchange> Network::MakeExchange(const Record& mine, std::uint64_t requests,
                                                        const void* payload) {
-  return std::make_unique<ControlExchange>(*ring_, mine, requests, payload, kControlTag,
+  return std::make_unique<ControlExchange>(*ring_, counters_, mine, requests, payload, kControlTag,
                                            std::exchange(early_, {}));
 }
 

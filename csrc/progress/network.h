@@ -156,6 +156,7 @@ class Network {
 
   const EngineOptions options_;
   const Topology topology_;
+  Counters& counters_;
   std::unique_ptr<Transport> ring_, messages_, named_, across_;
   bool even_ = false;                  // all hosts have the same number of ranks
   std::unique_ptr<Transport> copies_;  // all-gathers and broadcasts; null: by ring_
@@ -166,7 +167,6 @@ class Network {
  private:
   const std::vector<AlgorithmRow>& RowsFor(const Transport& ranks) const;
 
-  Counters& counters_;
   SendBudget budget_;                // the ring messages that this rank may have under way
   std::vector<char> early_;          // the message of the next rank, if it arrived before its exchange began
   mutable std::mutex groups_mutex_;  // guards the list; the driving thread uses the transports

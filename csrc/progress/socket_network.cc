@@ -117,8 +117,8 @@ SocketNetwork::~SocketNetwork() {
 }
 
 bool SocketNetwork::Barrier(double patience_s) {
-  barriers_.push_back(
-      std::make_unique<ControlExchange>(barrier_, Record{}, 0, nullptr, kControlTag, std::vector<char>{}));
+  barriers_.push_back(std::make_unique<ControlExchange>(barrier_, counters_, Record{}, 0, nullptr,
+                                                        kControlTag, std::vector<char>{}));
   const double deadline_s = Now() + patience_s;
   while (Now() < deadline_s) {
     try {

@@ -202,14 +202,14 @@ std::unique_ptr<hvpipe::Collective> Make(const Case& given, hvpipe::Transport& t
     if (given.in_place) from_above = hvpipe::ControlExchange::TakeMessage(transport, above, 0);
     if (!from_above.empty() && hvpipe::ControlExchange::RecordIn(from_above).rank != above)
       throw std::runtime_error("a first message has another record than its sender's");
-    return std::make_unique<hvpipe::ControlExchange>(transport, RecordOf(given, transport.rank()),
+    return std::make_unique<hvpipe::ControlExchange>(transport, counters, RecordOf(given, transport.rank()),
                                                      std::uint64_t{1} << transport.rank(), in, 0, from_above);
   }
   if (given.algorithm == "gathered") {
     hvpipe::Record record = hvpipe::MakeRecord(hvpipe::Hash("call"), 7, 0, "call");
     record.payload_bytes = static_cast<std::uint32_t>(given.count * sizeof(float));
     return std::make_unique<hvpipe::GatheredAllReduce>(
-        std::make_unique<hvpipe::ControlExchange>(transport, record, 0, in, 0, std::vector<char>{}),
+        std::make_unique<hvpipe::ControlExchange>(transport, counters, record, 0, in, 0, std::vector<char>{}),
         [](const hvpipe::ControlExchange& exchange) { exchange.CheckAgreement(); }, out, given.count,
         hvpipe::DType::kFloat32);
   }
