@@ -116,9 +116,8 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
     const double now = over_network ? Now() : 0;
     const auto gives_up = [&] { return over_network ? backoff.Sleeps() : !backoff.Spins(); };
     while (!collective->done() && !gives_up()) {
-      backoff.Wait(0);
       if (over_network) (void)options_.begin_pass(now);
-      collective->Step();
+      if (!collective->Step()) backoff.Wait(0);
     }
   } catch (const std::exception& failure) {
     error = ErrorOf(failure);
