@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -38,7 +39,7 @@ def atomic_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator
             yield file
         return
     # Threads, and containers whose processes have the same numbers, may write the same file.
-    number = f".{os.urandom(4).hex()}.partial"
+    number = f".{int.from_bytes(os.urandom(4), sys.byteorder)}.partial"
     fits = len(os.fsencode(target.name)) + len(number) < _LONGEST
     partial = target.with_name(f".{target.name}{number}" if fits else number)
     with open(partial, "xb") as file:  # follows no link

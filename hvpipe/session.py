@@ -106,7 +106,7 @@ class Session:
         if (why := strange_job_folder()) is not None and self.world.local_rank == 0:
             logger.warning("hvpipe: HVPIPE_JOB_FOLDER is not used on %s. Received: %s", self.world.host, why)
         self.layout = self._gather_layout()
-        settings = _with_settings_of_rank_0(_tuned(settings, self.world, self.hosts), self.world)
+        settings = _with_settings_of_rank_0(settings, self.world, self.hosts)
         self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
         self.engine: EngineClient = EngineClient(self.world, settings)
         self.step_durations_s = array("d")
@@ -651,14 +651,13 @@ def counters() -> dict[str, float]:
 
 def _tuned(settings: Settings, world: World, hosts: int) -> Settings:
     """Take the algorithms of the file of `hvpipe tune`, which rank 0 reads, if it is of such a cluster."""
-    path, network = settings.tuning_path, carrier(world.network, hosts)
+    path = settings.tuning_path
     if not path or world.rank != 0:
         return settings
-    try:
-        tuning = Tuning.read(path)
-    except HvpipeError as error:
-        raise InitError(f"HVPIPE_ALL_REDUCE should name a file of `hvpipe tune`: {error}") from error
-    if world.size > 1 and network != tuning.network:
+    tuning, network = Tuning.read(path), carrier(world.network, hosts)
+    if world.size == 1:
+        return settings
+    if network != tuning.network:
         logger.warning(
             "hvpipe: HVPIPE_ALL_REDUCE=%s is not used: it is of %s. Received: %s",
             *(path, tuning.network, network),
@@ -672,13 +671,20 @@ def _tuned(settings: Settings, world: World, hosts: int) -> Settings:
     return replace(settings, algorithms=tuning.algorithms, algorithms_ranks=tuning.ranks)
 
 
-def _with_settings_of_rank_0(settings: Settings, world: World) -> Settings:
+def _with_settings_of_rank_0(settings: Settings, world: World, hosts: int) -> Settings:
     """Take rank 0's value of each setting that must be the same on all ranks.
 
     mpirun does not pass HVPIPE_* to other hosts. Ranks that record different things or expect different
     messages would wait for each other. All ranks also learn whether any of them may find a GPU: if so, they
     meet later to choose the route of gradients (EngineClient.use_gpus_of_all).
     """
+    failure = ""
+    try:
+        settings = _tuned(settings, world, hosts)
+    except HvpipeError as error:
+        failure = f"HVPIPE_ALL_REDUCE should name a file of `hvpipe tune`: {error}"
     decided = {name: getattr(settings, name) for name in _RANK_0_DECIDES} if world.rank == 0 else None
-    everyones = world.allgather_object((decided, may_have_gpu(settings)))
-    return replace(settings, **everyones[0][0], job_may_have_gpus=any(may for _, may in everyones))
+    everyones = world.allgather_object((decided, may_have_gpu(settings), failure))
+    if failure := everyones[0][2]:
+        raise InitError(failure)
+    return replace(settings, **everyones[0][0], job_may_have_gpus=any(may for _, may, _ in everyones))

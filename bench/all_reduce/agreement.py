@@ -2,8 +2,8 @@
 
     python -m bench.all_reduce.agreement --ranks 2,4,8,16,32,64
 
-Beside it MPI_Allgather of a control record, which is the least that tells each rank what all others do. All
-ranks share the cores of this host, so times grow with the ranks too; messages and the ratio do not.
+Beside it MPI_Allgather of a control record, which is the least that tells each rank what all others do.
+Messages grow as the logarithm of the ranks. All ranks share the cores of this host, so times grow faster.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 namespace hvpipe {
 namespace {
 
-Record Of(int rank, Record record) {
+Record WithRank(int rank, Record record) {
   record.rank = rank;
   return record;
 }
@@ -28,6 +28,7 @@ Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double sample
 RecordDigest::RecordDigest(const char* message) {
   std::memcpy(&requests_, message, 8);
   std::memcpy(&kinds_, message + 8, 8);
+  if (kinds_ < 1 || kinds_ > kMostRecords) throw Error("internal: this is no message of an agreement");
   std::memcpy(records_.data(), message + 16, kinds_ * sizeof(Record));
 }
 
@@ -73,7 +74,7 @@ ControlExchange::ControlExchange(Transport& transport, Counters& counters, const
       rank_(transport.rank()),
       ranks_(transport.size()),
       tag_(tag),
-      mine_(Of(rank_, mine)),
+      mine_(WithRank(rank_, mine)),
       digest_(mine_, requests),
       has_above_(!from_above.empty()),
       entry_bytes_(EntryBytes(mine.payload_bytes)),
@@ -94,7 +95,7 @@ char* ControlExchange::Entry(int index) const {
          static_cast<std::size_t>(index) * entry_bytes_;
 }
 
-// The entries of ranks that do something else may have another size. Nobody looks at them.
+// If ranks disagree, entries may have another size, or are not sent. Nobody looks at them.
 void ControlExchange::Take(int entries) {
   const RecordDigest theirs(received());
   digest_.Add(theirs);
@@ -112,9 +113,9 @@ bool ControlExchange::Step() {
       const int above = (rank_ + held_) % ranks_;
       const int below = (rank_ - held_ + ranks_) % ranks_;
       const std::size_t head = digest_.bytes();
+      const std::size_t entries = digest_.OtherThan(mine_) == nullptr ? static_cast<std::size_t>(take) : 0;
       digest_.WriteTo(Entry(0) - head);
-      send_ = transport_.Isend(Entry(0) - head, head + static_cast<std::size_t>(take) * entry_bytes_, below,
-                               tag_);
+      send_ = transport_.Isend(Entry(0) - head, head + entries * entry_bytes_, below, tag_);
       ++counters_.messages_sent;
       if (held_ == 1 && has_above_) {
         Take(1);

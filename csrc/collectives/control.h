@@ -34,13 +34,14 @@ static_assert(sizeof(Record) == 128);
 
 Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double samples, const std::string& what);
 
-// What a rank that leaves the others is at; all ranks leave together.
+// The description of the last operation, by which all ranks leave together.
 inline constexpr char kLeaving[] = "shutdown";
 
-// What the records of several ranks come to, in a size that does not grow with their number.
+// Summarises the records of several ranks, in a size that does not grow with their number.
 class RecordDigest {
  public:
   static constexpr std::size_t kMostRecords = 2;  // so that each rank finds one that differs from its own
+  static constexpr std::size_t kLeastBytes = 16 + sizeof(Record);
   static constexpr std::size_t kMostBytes = 16 + kMostRecords * sizeof(Record);
 
   RecordDigest(const Record& record, std::uint64_t requests) : requests_(requests), records_{record} {}
@@ -54,7 +55,7 @@ class RecordDigest {
 
   // The bits of all ranks, or-ed.
   std::uint64_t requests() const { return requests_; }
-  // Those that leave first, then by rank.
+  // Of a rank that leaves, if there is one; else of the lowest rank.
   const Record& first() const { return records_[0]; }
   // One with another signature; null: all ranks agree.
   const Record* OtherThan(const Record& record) const;
@@ -136,7 +137,7 @@ class GatheredAllReduce : public Collective {
 
   static bool Fits(int ranks, std::size_t bytes) {
     // A larger message needs a handshake in shared memory. With two ranks it is the only one.
-    const std::size_t most = ranks == 2 ? 4096 - RecordDigest::kMostBytes - 64 : 4096;
+    const std::size_t most = ranks == 2 ? 4096 - RecordDigest::kLeastBytes - sizeof(double) - 64 : 4096;
     return bytes <= most && static_cast<std::size_t>(ranks - 1) * bytes <= ControlExchange::kMostPayloadBytes;
   }
 

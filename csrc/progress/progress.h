@@ -134,7 +134,7 @@ class Progress {
   void CheckOpen() const;
   void Drive(const Operation& operation, const Outcome& outcome, std::unique_lock<std::mutex> drive,
              const Interrupt& interrupt);
-  void Adopt(const std::shared_ptr<Operation>& operation, std::unique_ptr<Collective> collective,
+  void Adopt(const std::shared_ptr<Operation>& operation, std::unique_ptr<Collective>& collective,
              std::uint64_t sequence);
   void EnterInline();
   void LeaveInline(bool work_remains);
@@ -175,7 +175,9 @@ class Progress {
   // Held by the driver, which is the thread or a caller in Run. Guards the state of the driver.
   std::mutex drive_mutex_;
   std::vector<std::shared_ptr<Operation>> active_;  // by priority, then by sequence
-  std::vector<std::shared_ptr<Operation>> failed_;  // kept: MPI requests in flight still use their buffers
+  // Kept: MPI requests in flight still use their buffers.
+  std::vector<std::shared_ptr<Operation>> failed_;
+  std::vector<std::unique_ptr<Collective>> left_;  // of RunBrief
   std::vector<Finished> finished_;
   SpinLimit spins_, brief_spins_;
   bool failing_ = false;       // options_.failed must be called

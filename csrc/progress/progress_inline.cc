@@ -73,7 +73,7 @@ void Progress::Begin(const std::shared_ptr<Operation>& operation, double most_s)
 
 // Continue a collective of RunBrief as an ordinary operation, because some peer is late. No other operation
 // can precede it, because nobody else drove. Requires drive_mutex_.
-void Progress::Adopt(const std::shared_ptr<Operation>& operation, std::unique_ptr<Collective> collective,
+void Progress::Adopt(const std::shared_ptr<Operation>& operation, std::unique_ptr<Collective>& collective,
                      std::uint64_t sequence) {
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
@@ -127,13 +127,14 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
     if (!error && !collective->done()) {
       queued = operation();
       outcome = Watch(*queued);
-      Adopt(queued, std::move(collective), sequence);
+      Adopt(queued, collective, sequence);
     }
   } catch (const std::exception& failure) {
     error = ErrorOf(failure);
   }
   if (!error && queued) return Drive(*queued, *outcome, std::move(drive), interrupt);
   if (error) {
+    left_.push_back(std::move(collective));
     FailAll(*error);
   } else {
     ++counters_.operations;

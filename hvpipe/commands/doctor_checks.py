@@ -184,7 +184,7 @@ def _messages(library: str) -> Finding:
         advice = "hvpipe needs an MPI that was built for calls by several threads"
         return Finding("MPI's messages", "problem", f"not thread-safe: {error}", advice)
     if error:
-        return Finding("MPI's messages", "absent", "not known: MPI did not start without mpirun")
+        return Finding("MPI's messages", "absent", f"not known: MPI did not start without mpirun: {error}")
     found = _LAYERS.get(layer, f"by {layer}") if layer else f"{library} does not tell by what"
     card = fast_network()
     if card and layer == "ob1":

@@ -32,6 +32,7 @@ def main(path: str) -> None:
             )
         raise SystemExit(2)
     names = [name for name in ALGORITHMS if name != _MPI or world.network.startswith("MPI")]
+    settings = replace(settings, flight_path="")  # the session's engine has the recorder
     engines = {name: EngineClient(world, replace(settings, algorithms=((name, 0),))) for name in names}
     seconds = {size: _measured(engines, size) for size in _SIZES}
     if world.rank == 0:

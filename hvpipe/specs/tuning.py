@@ -45,14 +45,15 @@ class Tuning(Document):
         table = document if isinstance(document, Table) else Table(document, "a tuning")
         table.check_format("hvpipe-tuning", 1)
         table.allow(("format", "version", "ranks", "network", "all_reduce"))
-        seconds = {}
+        seconds: dict[int, dict[str, float]] = {}
         for row in table.tables("all_reduce"):
             row.allow(("bytes", "seconds"))
             times = row.table("seconds")
             times.allow(ALGORITHMS)
-            seconds[row.integer("bytes", minimum=1)] = {
-                name: times.number(name, above=0) for name in sorted(times.as_dict())
-            }
+            size = row.integer("bytes", minimum=1)
+            if size in seconds:
+                raise HvpipeError(f"{table.place} should have each size once. Received: bytes={size} twice")
+            seconds[size] = {name: times.number(name, above=0) for name in sorted(times.as_dict())}
         if not seconds or not all(seconds.values()):
             raise HvpipeError(f"{table.place} should have a time for each size, and at least one size")
         return Tuning(table.integer("ranks", minimum=2), table.name("network"), seconds)

@@ -124,7 +124,9 @@ def why_mpi(places: Sequence[Place]) -> str:
 def idle_card(places: Sequence[Place], message_layer: str) -> str:
     """Return the card between hosts that MPI should use and does not, or ""."""
     one_host = len({place.first_rank_on_host for place in places}) == 1
-    if one_host or message_layer != "ob1" or places[0].backend == "mpi":
+    # OMPI_MCA_pml: somebody asked for ob1, as `hvpipe run --net` does. Elastic jobs cannot use TCP instead.
+    wanted = places[0].backend == "mpi" or places[0].elastic or "OMPI_MCA_pml" in os.environ
+    if one_host or message_layer != "ob1" or wanted:
         return ""
     return next((place.fast_network for place in places if place.fast_network), "")
 

@@ -49,6 +49,7 @@ ROW = {"bytes": 8, "seconds": {"ring": 1.0}}
         ({"all_reduce": [{**ROW, "seconds": {"ring": -1.0}}]}, "ring should be a number above 0"),
         ({"all_reduce": [{**ROW, "seconds": {"fast": 1.0}}]}, "only doubling, halving, mpi, ring.*'fast'"),
         ({"all_reduce": [ROW, {"bytes": 9, "seconds": {}}]}, "a time for each size"),
+        ({"all_reduce": [ROW, ROW]}, "each size once. Received: bytes=8 twice"),
         ({"all_reduce": []}, "at least one size"),
     ],
 )

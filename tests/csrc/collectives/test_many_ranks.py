@@ -72,13 +72,14 @@ def test_the_messages_of_a_small_broadcast_grow_as_the_logarithm_of_the_ranks() 
 
 
 @settings(max_examples=40, deadline=None)
-@given(cases(("agreement",), 64, (1, 5), [1]))
+@given(cases(("agreement",), 64, (0, 5), [1]))
 def test_ranks_that_disagree_say_so_each_with_the_record_of_another(found: list[Case]) -> None:
     run(found)
 
 
 def test_the_messages_of_an_agreement_grow_as_the_logarithm_of_the_ranks() -> None:
     sizes = (2, 3, 4, 8, 17, 64)
-    # More than 3 elements: ranks disagree.
-    found = traffic([("agreement", ranks, 1, 1, False, 1) for ranks in sizes])
+    found = traffic([("agreement", ranks, 0, 1, False, 1) for ranks in sizes])
     assert [messages for messages, _ in found] == [1, 2, 2, 3, 5, 6]
+    for ranks, (messages, sent) in zip(sizes, found, strict=True):
+        assert sent == messages * 144 + (ranks - 1) * 8  # a digest each, and each rank's number of samples

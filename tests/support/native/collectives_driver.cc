@@ -141,7 +141,7 @@ float Element(int rank, std::size_t i) {
   return 1.0F + static_cast<float>((static_cast<unsigned>(rank) * 7919U + i * 104729U) % 1000U) / 997.0F;
 }
 
-// The ranks of a disagreement are at one of `count` calls, which have payloads of different sizes.
+// In an agreement each rank is at one of `count` calls, which have payloads of different sizes.
 std::string CallOf(const Case& given, int rank) {
   std::mt19937 random(given.seed + static_cast<unsigned>(rank));
   const auto call = random() % std::max<std::size_t>(given.count, 1);
@@ -152,7 +152,7 @@ hvpipe::Record RecordOf(const Case& given, int rank) {
   const std::string call = CallOf(given, rank);
   hvpipe::Record record = hvpipe::MakeRecord(hvpipe::Hash(call), 7, rank, call);
   const std::size_t most = hvpipe::ControlExchange::kMostPayloadBytes / static_cast<std::size_t>(given.ranks);
-  record.payload_bytes = static_cast<std::uint32_t>(record.signature % most);
+  if (given.count > 0) record.payload_bytes = static_cast<std::uint32_t>(record.signature % most);
   return record;
 }
 
@@ -175,7 +175,8 @@ std::string WantedError(const Case& given, int rank) {
   return "";
 }
 
-std::string CheckDisagreement(const Case& given, const hvpipe::ControlExchange& exchange, int rank) {
+std::string CheckAgreement(const Case& given, const hvpipe::ControlExchange& exchange, int rank,
+                           const std::vector<std::vector<float>>& payloads) {
   std::string error;
   try {
     exchange.CheckAgreement();
@@ -187,6 +188,9 @@ std::string CheckDisagreement(const Case& given, const hvpipe::ControlExchange& 
   if (exchange.requests() != ~std::uint64_t{0} >> (64 - given.ranks)) return "requests are wrong";
   for (int other = 0; other < given.ranks && wanted.empty(); ++other) {
     if (exchange.SamplesOf(other) != other) return "a number of samples is wrong";
+    const float* const sent = payloads[static_cast<std::size_t>(other)].data();
+    if (std::memcmp(exchange.PayloadOf(other), sent, RecordOf(given, other).payload_bytes) != 0)
+      return "a payload is wrong";
   }
   return "";
 }
@@ -274,7 +278,7 @@ std::string Run(const Case& given) {
   if (given.algorithm == "agreement") {
     for (std::size_t at = 0; at < ins.size(); ++at) {
       const auto& exchange = static_cast<const hvpipe::ControlExchange&>(*collectives[at]);
-      const std::string wrong = CheckDisagreement(given, exchange, static_cast<int>(at));
+      const std::string wrong = CheckAgreement(given, exchange, static_cast<int>(at), ins);
       if (!wrong.empty()) return wrong;
     }
     return ok;
