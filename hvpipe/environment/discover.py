@@ -200,6 +200,11 @@ def fault_tolerance_asked() -> bool:
     return os.environ.get(_FAULT_TOLERANCE, "") in ("1", "t", "true", "yes", "y", "enabled")
 
 
+def message_layer_asked() -> bool:
+    """Return whether somebody told Open MPI what carries messages, as `hvpipe run --net` does."""
+    return "OMPI_MCA_pml" in os.environ
+
+
 def eager_bytes(library: str, environ: Mapping[str, str] | None = None) -> int:
     """Return the largest message, in bytes, that this MPI (`library`) sends over TCP without a handshake."""
     text = (os.environ if environ is None else environ).get(_EAGER_LIMIT, "")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvpipe.environment.discover import Launch, TcpInterfaces, tcp_interfaces
+from hvpipe.environment.discover import Launch, TcpInterfaces, message_layer_asked, tcp_interfaces
 from hvpipe.environment.settings import Backend, Settings
 from hvpipe.environment.this_host import Interface, fast_network, interfaces
 from hvpipe.errors import InitError
@@ -124,8 +124,8 @@ def why_mpi(places: Sequence[Place]) -> str:
 def idle_card(places: Sequence[Place], message_layer: str) -> str:
     """Return the card between hosts that MPI should use and does not, or ""."""
     one_host = len({place.first_rank_on_host for place in places}) == 1
-    # OMPI_MCA_pml: somebody asked for ob1, as `hvpipe run --net` does. Elastic jobs cannot use TCP instead.
-    wanted = places[0].backend == "mpi" or places[0].elastic or "OMPI_MCA_pml" in os.environ
+    # Elastic jobs cannot use TCP instead.
+    wanted = places[0].backend == "mpi" or places[0].elastic or message_layer_asked()
     if one_host or message_layer != "ob1" or wanted:
         return ""
     return next((place.fast_network for place in places if place.fast_network), "")

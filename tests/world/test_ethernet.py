@@ -83,8 +83,13 @@ def test_what_carries_the_data(places: list[Place], why: str) -> None:
         ),
     ],
 )
-def test_a_card_that_mpi_leaves_idle(places: list[Place], layer: str, card: str) -> None:
+def test_a_card_that_mpi_leaves_idle(
+    places: list[Place], layer: str, card: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMPI_MCA_pml", raising=False)
     assert idle_card(places, layer) == card
+    monkeypatch.setenv("OMPI_MCA_pml", layer)
+    assert idle_card(places, layer) == ""
 
 
 @pytest.mark.parametrize(
