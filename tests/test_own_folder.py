@@ -222,8 +222,8 @@ def test_recorders_and_outputs_are_not_written_through_links(
     shared: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hvpipe.failures.flight_record.time.strftime", lambda _: "now")
-    monkeypatch.setattr("hvpipe.failures.flight_record.secrets.token_hex", lambda _: "known")
-    strange = laid(shared / "now-known", victim, "rank-0.flight")
+    monkeypatch.setattr("hvpipe.failures.flight_record.os.urandom", bytes)
+    strange = laid(shared / f"now-{bytes(8).hex()}", victim, "rank-0.flight")
     settings = Settings(flight_folder=str(shared))
     with pytest.raises(HvpipeError, match=f"every rank can write.*{strange} belongs to nobody"):
         flight_path(settings, SingleWorld())
