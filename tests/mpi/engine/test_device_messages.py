@@ -209,7 +209,7 @@ def test_a_sum_takes_no_device_before_all_ranks_have_data(engine: EngineClient) 
 
 def test_a_sum_that_a_rank_does_not_enter_names_the_rank(libraries: Libraries) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=4.0)
     engine.use_device()
     ranks = tuple(range(hvpipe.size()))
     group, late = engine.add_group(ranks), ranks[-1]
@@ -227,7 +227,7 @@ def test_a_sum_that_a_rank_does_not_enter_names_the_rank(libraries: Libraries) -
 @pytest.mark.parametrize(("count", "dtype"), [(11, "float32"), (5, "float64")])
 def test_sums_of_different_arrays_are_a_mismatch(libraries: Libraries, count: int, dtype: str) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=4.0)
     engine.use_device()
     group = engine.add_group(range(hvpipe.size()))
     other = hvpipe.rank() == 1
@@ -270,7 +270,7 @@ def test_nothing_is_left_behind(libraries: Libraries, way: str) -> None:
 
 def test_a_message_of_another_size_is_a_mismatch(libraries: Libraries) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=4.0)
     engine.use_device()
     request = None
     if hvpipe.rank() == 0:
@@ -287,7 +287,7 @@ def test_a_message_of_another_size_is_a_mismatch(libraries: Libraries) -> None:
 
 def test_a_message_that_no_rank_receives_is_an_error(libraries: Libraries) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=4.0)
     engine.use_device()
     if hvpipe.rank() == 0:
         request = engine.send(OnDevice(np.ones(10, np.float32)), 1, 0, "activations")
@@ -301,7 +301,7 @@ def test_a_failure_in_transit_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, how: str, says: str
 ) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=4.0)
     engine.use_device()
     rank, size = hvpipe.rank(), hvpipe.size()
     monkeypatch.setenv("FAKE_NCCL", how)
