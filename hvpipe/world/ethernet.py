@@ -121,12 +121,12 @@ def why_mpi(places: Sequence[Place]) -> str:
     return "all hosts share several networks of one speed" if speeds.count(max(speeds, default=0)) > 1 else ""
 
 
-def idle_card(places: Sequence[Place], message_layer: str) -> str:
+def idle_card(places: Sequence[Place], layer: str) -> str:
     """Return the card between hosts that MPI should use and does not, or ""."""
     one_host = len({place.first_rank_on_host for place in places}) == 1
     # Elastic jobs cannot use TCP instead.
     wanted = places[0].backend == "mpi" or places[0].elastic or message_layer_asked()
-    if one_host or message_layer != "ob1" or wanted:
+    if one_host or layer != "ob1" or wanted:
         return ""
     return next((place.fast_network for place in places if place.fast_network), "")
 

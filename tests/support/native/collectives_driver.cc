@@ -151,6 +151,7 @@ std::string CallOf(const Case& given, int rank) {
 hvpipe::Record RecordOf(const Case& given, int rank) {
   const std::string call = CallOf(given, rank);
   hvpipe::Record record = hvpipe::MakeRecord(hvpipe::Hash(call), 7, rank, call);
+  record.rank = rank;
   const std::size_t most = hvpipe::ControlExchange::kMostPayloadBytes / static_cast<std::size_t>(given.ranks);
   if (given.count > 0) record.payload_bytes = static_cast<std::uint32_t>(record.signature % most);
   return record;
@@ -163,13 +164,7 @@ std::string WantedError(const Case& given, int rank) {
     for (int other = 0; other < given.ranks; ++other) {
       const std::string theirs = CallOf(given, other);
       if (theirs != mine && (theirs == hvpipe::kLeaving) == leaving)
-        return hvpipe::DifferentCalls(rank, mine,
-                                      [&] {
-                                        hvpipe::Record record = RecordOf(given, other);
-                                        record.rank = other;
-                                        return record;
-                                      }())
-            .what();
+        return hvpipe::DifferentCalls(rank, mine, RecordOf(given, other)).what();
     }
   }
   return "";
