@@ -11,6 +11,7 @@
 #   make reliability      print the figures of docs/reliability.md: faults, costs, sanitizers, fuzzing (5 hours)
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
+#   make rivals           set up .venv-rivals, where Keras runs on JAX and on PyTorch, for comparisons
 #   make horovod-test     start examples/train.py with a real horovodrun
 #   make setup | lint | plan | races | bench | rest | keras | oldest-keras | cuda | wheel | mpich | ucx | format | clean
 #
@@ -52,7 +53,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test test-all all-layouts lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races bench sanitize reliability peers peers-test horovod-test \
+.PHONY: help setup train test test-all all-layouts lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races bench sanitize reliability peers rivals peers-test horovod-test \
     ucx format clean
 
 help:
@@ -180,6 +181,9 @@ reliability: setup
 peers:
 	@.ci/peers.sh .venv-peers constraints-tf$(OTHER_TF).txt "$(PYTHON)"
 
+rivals:
+	@.ci/rivals.sh .venv-rivals constraints.txt "$(PYTHON)"
+
 # CI runs it where the peers are set up already.
 horovod-test: peers
 	@$(TIMED) "jobs that a real horovodrun starts" .venv-peers/bin/pytest -q tests/peers
@@ -194,7 +198,7 @@ format: setup
 	@$(CPP_FILES) | xargs -r $(BIN)/clang-format -i
 
 clean:
-	rm -rf .venv .venv-tf* .venv-matrix .venv-mpich .venv-ucx .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-tf* .venv-matrix .venv-mpich .venv-ucx .venv-peers .venv-rivals build runs .pytest_cache .mypy_cache .ruff_cache
 
 # The pages and the API reference, in build/site. Fails on broken links and names. Needs no network.
 .PHONY: docs

@@ -47,9 +47,10 @@ def _run(directory: Path, rank: int | None) -> None:
 
 def _write(job: RankJob, rank: int, found: RankRound) -> None:
     import keras
-    import tensorflow as tf
 
-    versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__, **job.versions}
+    if tensorflow := sys.modules.get("tensorflow"):
+        job.versions = {"TensorFlow": tensorflow.__version__, **job.versions}
+    versions = {"Keras": keras.__version__, **job.versions}
     with atomic_file(job.directory / f"rank-{rank}.json") as file:
         file.write(json.dumps({"rank": asdict(found), "versions": versions}).encode())
 

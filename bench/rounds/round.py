@@ -42,6 +42,7 @@ def run_round(
     round_ = Round(case, number, notes=system.notes)
     if why := _unfit(case, system, cluster) or system.missing(python):
         return replace(round_, skipped=f"{system.title}: {why}")
+    python = system.python(python)
     with tempfile.TemporaryDirectory(
         prefix="hvpipe-round-",
         dir=cluster.shared_folder,
@@ -97,6 +98,8 @@ def _unfit(case: Case, system: System, cluster: Hosts) -> str:
     """Return why a system cannot run a case that others can, or ""."""
     if system.start == "horovodrun" and isinstance(cluster, RealHosts):
         return "runs on virtual hosts, or on this one"
+    if system.own_environment and case.task.epochs:
+        return "wants steps, not epochs"
     if "beside_tcp" in system.options and (case.task.epochs or len(cluster.spec.hosts) < 2):
         return "wants steps, not epochs, and several hosts"
     return ""

@@ -34,6 +34,37 @@ _MIRRORED = System(
 )
 _SINGLE = System("single", "computing alone", "single", "processes")
 
+_RIVALS = ".venv-rivals"
+_JAX = System(
+    "keras-jax",
+    "Keras on JAX, keras.distribution",
+    "jax_distribution",
+    "processes",
+    needs=("keras", "jax"),
+    environment={"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
+    own_environment=_RIVALS,
+)
+_TORCH = System(
+    "torch-ddp",
+    "Keras on PyTorch, DistributedDataParallel",
+    "torch_ddp",
+    "processes",
+    needs=("keras", "torch"),
+    environment={"KERAS_BACKEND": "torch"},
+    own_environment=_RIVALS,
+)
+
+
+def _alone(system: System) -> System:
+    """Return the same without the other ranks: all compute at once and share nothing."""
+    return replace(
+        system,
+        name=f"{system.name}-alone",
+        title=f"{system.title.partition(',')[0]}, computing alone",
+        options={"alone": "yes"},
+        exact=False,
+    )
+
 
 def _hvpipe(name: str, title: str, options: Mapping[str, str], **more: Any) -> System:
     return replace(_HVPIPE, name=f"hvpipe-{name}", title=f"hvpipe, {title}", options=options, **more)
@@ -69,6 +100,10 @@ _ALL = (
     _HOROVOD,
     _tuned(_HOROVOD, environment=_OPEN_MPI),
     replace(_HOROVOD, name="horovod-gloo", title="Horovod, under horovodrun --gloo", start="horovodrun"),
+    _JAX,
+    _alone(_JAX),
+    _TORCH,
+    _alone(_TORCH),
     *(_hvpipe(mode, mode, {"overlap": mode}) for mode in ("none", "backward", "step")),
     *(
         _hvpipe(f"mpi-{m}", f"{m}, by MPI", {"overlap": m}, environment={"HVPIPE_BACKEND": "mpi"})

@@ -10,15 +10,16 @@ from bench.rounds.watch import fit_callback
 from bench.training.workloads import batches_of, evaluator, loss_of, runs_of
 
 
-def fit(keras: Any, model: Any, job: RankJob, within: Sequence[Any] = ()) -> None:
+def fit(keras: Any, model: Any, job: RankJob, within: Sequence[Any] = (), data: Any = None) -> None:
     """Train all of a job's steps: one `fit` for each run, which ends with draining.
 
-    What the callbacks `within` do in a batch is part of the step.
+    What the callbacks `within` do in a batch is part of the step. `data`: batches for Keras on JAX, where
+    TensorFlow is not installed.
     """
     evaluate = evaluator(keras, model, job)
     for epochs, steps, timed in runs_of(job):
         model.fit(
-            batches_of(job),
+            batches_of(job) if data is None else data,
             epochs=epochs,
             steps_per_epoch=steps,
             verbose=0,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from bench import ROOT
+
 TUNED = Path(__file__).with_name("tuned.json")  # values and their source by system, from `hvpipe bench tune`
 Start = Literal["mpirun", "horovodrun", "processes", "servers"]
 
@@ -26,7 +28,7 @@ class System:
     set in every process before imports; `options` are the adapter's own. If its steps are `uneven`
     (asynchronous workers, or a reduction every few steps), only their mean counts. An `exact` system trains
     as one process would on the whole batch, up to rounding in float32. Its rounds have at least `least_steps`
-    timed steps.
+    timed steps. `own_environment` is the virtual environment in which it runs, if it has one of its own.
     """
 
     name: str
@@ -40,6 +42,11 @@ class System:
     uneven: bool = False
     exact: bool = True
     least_steps: int = 1
+    own_environment: str = ""
+
+    def python(self, python: str) -> str:
+        """Return the Python under which its processes run: `python`, or that of its own environment."""
+        return str(ROOT / self.own_environment / "bin" / "python") if self.own_environment else python
 
     def tuned(self, values: Mapping[str, str]) -> System:
         """Return the same with other values of its options, and of variables in its environment."""
@@ -49,6 +56,9 @@ class System:
 
     def missing(self, python: str = sys.executable) -> str:
         """Return why it cannot run under that Python, or ""."""
+        python = self.python(python)
+        if self.own_environment and not Path(python).exists():
+            return f"not installed; `make rivals` installs it in {self.own_environment}"
         absent = [package for package in self.needs if not _has(python, package)]
         if not absent:
             return ""

@@ -135,11 +135,11 @@ def make_optimizer(keras: Any, task: Task) -> Any:
     return keras.optimizers.SGD(WORKLOADS[task.workload].rate, momentum=0.9)
 
 
-def compiled_model(keras: Any, task: Task) -> Any:
+def compiled_model(keras: Any, task: Task, jit_compile: bool | str = False) -> Any:
     """Return the model ready for `fit`."""
     model = make_model(keras, task)
     loss = keras.losses.SparseCategoricalCrossentropy()
-    model.compile(optimizer=make_optimizer(keras, task), loss=loss, jit_compile=False)
+    model.compile(optimizer=make_optimizer(keras, task), loss=loss, jit_compile=jit_compile)
     return model
 
 
@@ -188,6 +188,11 @@ def batches_of(job: RankJob, rank: int | None = None) -> Any:
     else:
         data = tf.data.Dataset.from_tensors(synthetic(job.task, job.task.batch, rank))
     return endless(data)
+
+
+def same_batch(job: RankJob) -> tuple[Any, Any]:
+    """Return the batch that this rank trains on in every step, as arrays of NumPy."""
+    return synthetic(job.task, job.task.batch, job.rank)
 
 
 def endless(data: Any) -> Any:
