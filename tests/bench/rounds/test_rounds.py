@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -244,3 +244,8 @@ def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> No
     assert not round_.ok
     assert "horovod" in round_.skipped
     assert "make peers" in round_.skipped
+    jax = replace(SYSTEMS["keras-jax"], own_environment=str(tmp_path / "none"))
+    case = Case("keras-jax", "c", 2, Task("digits", 8))
+    assert "make rivals" in run_round(case, 0, ThisHost(), 10, systems={"keras-jax": jax}).skipped
+    epochs = replace(case, task=replace(case.task, epochs=1))
+    assert "wants steps, not epochs" in run_round(epochs, 0, ThisHost(), 10).skipped
