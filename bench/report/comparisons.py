@@ -24,6 +24,8 @@ _AGAINST = (
     (OURS, f"{_BEST_NATIVE} that trains the same", tuple(name for name in NATIVE if SYSTEMS[name].exact)),
     (OURS, "Horovod, tuned", ("horovod-tuned",)),
     (OURS, "Horovod", ("horovod",)),
+    (OURS, "Keras on PyTorch, DDP", ("torch-ddp",)),
+    (OURS, "Keras on JAX", ("keras-jax",)),
     (OURS, "hvpipe without overlap", ("hvpipe-none",)),
     ("hvpipe-local", _BEST_NATIVE, NATIVE),
 )

@@ -41,7 +41,7 @@ class CaseFigures:
     rounds_step_s: Mapping[int, float]  # the median step of each round, by its number
     rounds_wall_s: Mapping[int, float]  # the same of wall_s
     uneven: bool = False
-    alone_s: float | None = None  # computing alone in the same group; a drained mean if this step is one
+    alone_s: float | None = None  # the same computing alone, in this group; a drained mean if this step is one
     links_s: float | None = None  # the gradients' time on the slowest link
     bound_s: float | None = None  # the largest of alone_s, links_s and the step beside plain TCP
 
@@ -62,7 +62,7 @@ class CaseFigures:
 
     @property
     def efficiency(self) -> float | None:
-        """The share of the throughput of all ranks computing alone."""
+        """The share of the throughput of all ranks computing alone, with the same library."""
         return None if self.alone_s is None else self.alone_s / self.step_s
 
     @property
@@ -82,9 +82,10 @@ def all_figures(outcome: EvaluationOutcome) -> list[CaseFigures]:
     for members in groups.values():
         known = {row.case.system: row for row in members}
         in_order = sorted(known, key=lambda name: systems.index(name) if name in systems else len(systems))
-        rows += [
-            _with_bound(outcome, known[name], known.get(ALONE), known.get(BESIDE_TCP)) for name in in_order
-        ]
+        for name in in_order:
+            alone = SYSTEMS[name].alone if name in SYSTEMS else ALONE
+            beside = known.get(BESIDE_TCP) if alone == ALONE else None
+            rows.append(_with_bound(outcome, known[name], known.get(alone), beside))
     return rows
 
 
@@ -120,7 +121,8 @@ def fastest(members: Iterable[CaseFigures]) -> CaseFigures | None:
 
 def computes_alone(system: str) -> bool:
     """Return whether the ranks of a system share nothing."""
-    return system in SYSTEMS and SYSTEMS[system].adapter == SYSTEMS[ALONE].adapter
+    found = SYSTEMS.get(system)
+    return found is not None and (found.adapter == SYSTEMS[ALONE].adapter or found.name == found.alone)
 
 
 def is_exact(system: str) -> bool:

@@ -43,6 +43,7 @@ _JAX = System(
     needs=("keras", "jax"),
     environment={"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
     own_environment=_RIVALS,
+    alone="keras-jax-alone",
 )
 _TORCH = System(
     "torch-ddp",
@@ -52,6 +53,7 @@ _TORCH = System(
     needs=("keras", "torch"),
     environment={"KERAS_BACKEND": "torch"},
     own_environment=_RIVALS,
+    alone="torch-ddp-alone",
 )
 
 
@@ -59,7 +61,7 @@ def _alone(system: System) -> System:
     """Return the same without the other ranks: all compute at once and share nothing."""
     return replace(
         system,
-        name=f"{system.name}-alone",
+        name=system.alone,
         title=f"{system.title.partition(',')[0]}, computing alone",
         options={"alone": "yes"},
         exact=False,

@@ -29,6 +29,7 @@ class System:
     (asynchronous workers, or a reduction every few steps), only their mean counts. An `exact` system trains
     as one process would on the whole batch, up to rounding in float32. Its rounds have at least `least_steps`
     timed steps. `own_environment` is the virtual environment in which it runs, if it has one of its own.
+    `alone` names the system that computes the same without the other ranks.
     """
 
     name: str
@@ -43,6 +44,7 @@ class System:
     exact: bool = True
     least_steps: int = 1
     own_environment: str = ""
+    alone: str = "single"
 
     def python(self, python: str) -> str:
         """Return the Python under which its processes run: `python`, or that of its own environment."""

@@ -147,6 +147,17 @@ def test_uneven_steps_and_their_rivals_are_compared_by_mean() -> None:
     assert (found.baseline, found.speedup) == ("tf-ps", pytest.approx(2.1 / 1.4))
 
 
+def test_efficiency_is_against_the_same_library_computing_alone() -> None:
+    times = (("single", 0.5), ("single-beside-tcp", 0.9), ("torch-ddp-alone", 0.9), ("torch-ddp", 1.2))
+    rows = all_figures(outcome(*(finished(case(name), s) for name, s in times)))
+    found = row("torch-ddp", rows)
+    assert found.efficiency == pytest.approx(0.9 / 1.2)
+    assert found.over_bound == pytest.approx(1.2 / 0.9)
+    rows = all_figures(outcome(*(finished(case(name), s) for name, s in times if "-alone" not in name)))
+    assert row("torch-ddp", rows).efficiency is None
+    assert fastest(rows) == row("torch-ddp", rows)
+
+
 def test_efficiency_of_uneven_steps_uses_means() -> None:
     def took(system: str, steps: list[float], wall_s: float) -> Round:
         return Round(case(system), 0, (replace(rank(steps), wall_s=wall_s),) * 2)
