@@ -1,6 +1,6 @@
-"""Compressed gradients: what the names stand for, and the buckets of the two phases in which they travel.
+"""Compressed gradients: what the names stand for, and the buckets in which they travel.
 
-"powersgd:4"    first the factors P, then the factors Q, of every matrix of gradients
+"powersgd:4"    one factor of every matrix of gradients: P in one step, Q in the next
 "int8"          first the maximum of every block, and small gradients whole; then a byte for every number
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvpipe.errors import HvpipeError
@@ -28,10 +28,9 @@ Parts = tuple[Shape, Shape | None]
 
 @dataclass(frozen=True)
 class PowerSgd:
-    """Low-rank factors (Vogels, Karimireddy and Jaggi, PowerSGD, NeurIPS 2019). `rank` is their width."""
+    """Low-rank factors, of which one travels in a step (see `PowerSgdCompressor`). `rank` is their width."""
 
     rank: int
-    second_dtype = "float32"
 
     def matrix(self, shape: Shape) -> tuple[int, int] | None:
         """Return the rows and columns of a gradient; None if its factors would not be smaller.
@@ -42,19 +41,12 @@ class PowerSgd:
         rows, columns = min(ways, key=sum, default=(0, 0))
         return (rows, columns) if (rows + columns) * self.rank < rows * columns else None
 
-    def parts(self, gradient: Gradient) -> Parts | None:
-        """Return the shapes of P and Q, or None if the gradient travels whole, in the second phase."""
-        matrix = self.matrix(gradient.shape)
-        return None if matrix is None else ((matrix[0], self.rank), (matrix[1], self.rank))
-
 
 @dataclass(frozen=True)
 class Int8:
     """A byte for each number, and a scale for each BLOCK of them."""
 
-    second_dtype = "int8"
-
-    def parts(self, gradient: Gradient) -> Parts | None:
+    def parts(self, gradient: Gradient) -> Parts:
         """Return the shapes of the blocks' maxima and of the bytes. Small gradients travel whole at first."""
         if gradient.count <= MOST_WHOLE:
             return gradient.shape, None
@@ -83,6 +75,85 @@ def compression_named(compression: str | None) -> Compression | None:
     )
 
 
+def _compressible(bucket: Bucket) -> bool:
+    """Tell whether a bucket is of float32, and no table that sends rows."""
+    return bucket.dtype == bucket.wire_dtype == "float32" and not bucket.row
+
+
+def _plan_of(plan: BucketPlan, compression: Compression, buckets: Sequence[Bucket]) -> BucketPlan:
+    """Return the plan of the buckets that are sent for `plan`."""
+    text = repr((plan.signature, compression, buckets))
+    signature = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return BucketPlan(tuple(buckets), signature)
+
+
+# --- Factors --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FactoredBucket:
+    """How a bucket of gradients travels: one factor of each matrix in a buffer, and other gradients whole.
+
+    Attributes:
+        matrices: Rows and columns of the members that travel as factors. (): all travel whole.
+        left_first: The members of `matrices` that send P (rows x rank) in even steps and Q (columns x rank)
+            in odd ones. The others send Q in even steps.
+        numbers: The length of the buffer: what the larger of both kinds of steps sends.
+    """
+
+    matrices: Mapping[int, tuple[int, int]]
+    left_first: frozenset[int]
+    numbers: int
+
+    def sends_left(self, member: int, turn: int) -> bool:
+        """Tell whether a member sends P in a step of this number."""
+        return (member in self.left_first) == (turn % 2 == 0)
+
+
+def in_factors(
+    plan: BucketPlan, gradients: Sequence[Gradient], compression: PowerSgd
+) -> tuple[BucketPlan, tuple[FactoredBucket, ...]]:
+    """Return the buckets that are sent, and how the gradients of each bucket of `plan` travel in it.
+
+    Only float32 is compressed, and no table that sends rows.
+
+    Args:
+        plan: The buckets of gradients, which are updated together.
+        gradients: The gradients.
+        compression: The factors' width.
+    """
+    sent, factored = [], []
+    for bucket in plan.buckets:
+        shapes = [gradients[place].shape for place in bucket.members]
+        matrices = {
+            member: matrix
+            for member, shape in enumerate(shapes)
+            if _compressible(bucket) and (matrix := compression.matrix(shape)) is not None
+        }
+        found = _balanced(matrices, compression.rank)
+        if matrices:
+            whole = [count for member, count in enumerate(bucket.counts) if member not in matrices]
+            bucket = replace(bucket, counts=(found.numbers, *whole))
+        sent.append(bucket)
+        factored.append(found)
+    return _plan_of(plan, compression, sent), tuple(factored)
+
+
+def _balanced(matrices: Mapping[int, tuple[int, int]], rank: int) -> FactoredBucket:
+    """Choose which factors travel in even steps, so that these send about as many numbers as odd ones."""
+    left_first: set[int] = set()
+    even = odd = 0
+    for member, (rows, columns) in sorted(matrices.items(), key=lambda each: -abs(each[1][0] - each[1][1])):
+        if (rows > columns) == (even <= odd):
+            left_first.add(member)
+        here, there = (rows, columns) if member in left_first else (columns, rows)
+        even, odd = even + here * rank, odd + there * rank
+    return FactoredBucket(matrices, frozenset(left_first), max(even, odd))
+
+
+# --- Two phases -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class PhasedBucket:
     """How a bucket of gradients travels.
@@ -106,7 +177,7 @@ class PhasedBucket:
 
 
 def in_phases(
-    plan: BucketPlan, gradients: Sequence[Gradient], compression: Compression
+    plan: BucketPlan, gradients: Sequence[Gradient], compression: Int8
 ) -> tuple[BucketPlan, tuple[PhasedBucket, ...]]:
     """Return the buckets that are sent, and which of them carry each bucket of `plan`.
 
@@ -123,14 +194,9 @@ def in_phases(
     phased = []
     for bucket in plan.buckets:
         members = [gradients[place] for place in bucket.members]
-        compressible = bucket.dtype == bucket.wire_dtype == "float32" and not bucket.row
-        parts = [compression.parts(gradient) if compressible else None for gradient in members]
-        in_first = {member: part[0] for member, part in enumerate(parts) if part is not None}
-        in_second = {
-            member: shape
-            for member, (part, gradient) in enumerate(zip(parts, members, strict=True))
-            if (shape := gradient.shape if part is None else part[1]) is not None
-        }
+        parts = [compression.parts(gradient) for gradient in members] if _compressible(bucket) else []
+        in_first = {member: first for member, (first, _) in enumerate(parts)}
+        in_second = {member: second for member, (_, second) in enumerate(parts) if second is not None}
         found = PhasedBucket(len(firsts), len(seconds), in_first, in_second)
         if not found.compressed:
             whole = {member: gradient.shape for member, gradient in enumerate(members)}
@@ -138,12 +204,10 @@ def in_phases(
             seconds.append(bucket)
             continue
         phased.append(found)
-        name, dtype = f"first of {bucket.name}", compression.second_dtype
         counts = tuple(map(math.prod, in_first.values()))
+        name = f"first of {bucket.name}"
         firsts.append(replace(bucket, name=name, counts=counts, priority=FIRST_PRIORITY))
         counts = tuple(map(math.prod, in_second.values()))
-        seconds.append(replace(bucket, counts=counts, dtype=dtype, wire_dtype=dtype))
-    text = repr((plan.signature, compression, firsts, seconds))
-    signature = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        seconds.append(replace(bucket, counts=counts, dtype="int8", wire_dtype="int8"))
     numbered = (replace(each, second=each.second + len(firsts)) for each in phased)
-    return BucketPlan((*firsts, *seconds), signature), tuple(numbered)
+    return _plan_of(plan, compression, [*firsts, *seconds]), tuple(numbered)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.buckets import Gradient, plan_buckets
-from hvpipe.plan.compression import Int8, PowerSgd, compression_named, in_phases
+from hvpipe.plan.compression import Int8, PowerSgd, compression_named, in_factors, in_phases
 
 MODEL = [
     Gradient("words", (5000, 64), "float32", table=True),  # sends rows
@@ -49,20 +53,48 @@ def test_a_gradient_becomes_the_matrix_with_the_smallest_factors(
     assert PowerSgd(rank).matrix(shape) == matrix
 
 
-@pytest.mark.parametrize(
-    ("code", "first", "second", "dtype"),
-    [(PowerSgd(4), (576 * 4,), (128, 128 * 4), "float32"), (Int8(), (128, 288), (73728,), "int8")],
-)
-def test_phases(code: PowerSgd | Int8, first: tuple[int, ...], second: tuple[int, ...], dtype: str) -> None:
+def test_int8_travels_in_two_phases() -> None:
     """The first phases come first. Tables that send rows, and other types than float32, travel as before."""
     plan = plan_buckets(MODEL, 1 << 20, table_bytes=1 << 20)
     assert [bucket.members for bucket in plan.buckets] == [(3,), (2, 1), (0,)]
-    sent, phased = in_phases(plan, MODEL, code)
-    assert [bucket.counts for bucket in sent.buckets] == [first, (4096,), second, (320000,)]
+    sent, phased = in_phases(plan, MODEL, Int8())
+    assert [bucket.counts for bucket in sent.buckets] == [(128, 288), (4096,), (73728,), (320000,)]
     assert [(each.first, each.second) for each in phased] == [(None, 1), (0, 2), (None, 3)]
     assert sent.buckets[0].priority < min(bucket.priority for bucket in sent.buckets[1:])
     assert sent.buckets[1] == plan.buckets[0]
     assert sent.buckets[3] == plan.buckets[2]
-    assert (sent.buckets[2].dtype, sent.buckets[2].wire_dtype) == (dtype, dtype)
+    assert (sent.buckets[2].dtype, sent.buckets[2].wire_dtype) == ("int8", "int8")
     assert sent.signature != plan.signature
-    assert sent.signature != in_phases(plan, MODEL, PowerSgd(3))[0].signature
+
+
+def test_powersgd_sends_one_factor_of_each_matrix() -> None:
+    plan = plan_buckets(MODEL, 1 << 20, table_bytes=1 << 20)
+    sent, factored = in_factors(plan, MODEL, PowerSgd(4))
+    assert [bucket.counts for bucket in sent.buckets] == [(4096,), (576 * 4, 128), (320000,)]
+    assert [dict(each.matrices) for each in factored] == [{}, {1: (576, 128)}, {}]
+    assert sent.buckets[0] == plan.buckets[0]
+    assert sent.buckets[2] == plan.buckets[2]
+    assert sent.signature != in_factors(plan, MODEL, PowerSgd(3))[0].signature
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=12),
+    rank=st.integers(1, 4),
+)
+def test_even_and_odd_steps_send_about_as_much(shapes: list[tuple[int, int]], rank: int) -> None:
+    """The buffer holds each step's factors; of its numbers, at most one matrix's difference is unused."""
+    gradients = [Gradient(str(place), shape, "float32") for place, shape in enumerate(shapes)]
+    plan = plan_buckets(gradients, 1 << 20)
+    _, (bucket,) = in_factors(plan, gradients, PowerSgd(rank))
+    sums = [
+        sum(rank * matrix[0 if bucket.sends_left(m, turn) else 1] for m, matrix in bucket.matrices.items())
+        for turn in (0, 1)
+    ]
+    assert bucket.numbers == max(sums)
+    assert abs(sums[0] - sums[1]) <= max(
+        (rank * abs(rows - columns) for rows, columns in bucket.matrices.values()), default=0
+    )
+    members = plan.buckets[0].members
+    assert set(bucket.matrices) == {
+        m for m, place in enumerate(members) if rank * sum(shapes[place]) < math.prod(shapes[place])
+    }

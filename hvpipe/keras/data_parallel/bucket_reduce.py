@@ -216,11 +216,14 @@ class BucketReducer:
 
     def collect(self, number: int, token: Any) -> list[Any]:
         """Return the reduced gradients of bucket `number`, in the order of its members."""
-        bucket = self.plan.buckets[number]
-        shapes = [self._gradients[place].shape for place in bucket.members]
+        bucket, shapes = self.plan.buckets[number], self._shapes(number)
         if bucket.row and self._on_device:
             return [self._collect_rows(number, token, shapes[0], bucket.dtype)]
         return self._collect(number, token, shapes, bucket.dtype)
+
+    def _shapes(self, number: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the members of bucket `number`."""
+        return [self._gradients[place].shape for place in self.plan.buckets[number].members]
 
     def _submit(self, sent: int, scale: Any, tensors: Sequence[Any]) -> Any:
         to = {"scale": scale, "plan": self._plan_id, "bucket": sent}

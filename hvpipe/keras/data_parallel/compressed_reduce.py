@@ -1,15 +1,11 @@
-"""Reduces compressed gradients: each bucket travels in two parts, and each rank keeps what both leave out.
+"""Reduces compressed gradients: each rank keeps what a sum leaves out, its error.
 
-    submit    part 1 | sum over ranks | part 2 | sum over ranks ....
-    collect                                                    .... | decoded | update
-
-The second sum may go on during the next step, as the sum of a bucket that is not compressed.
+The last sum of a bucket may go on during the next step, as the sum of a bucket that is not compressed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -18,16 +14,24 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions
 from hvpipe.keras.data_parallel.gradient_compressors import (
-    GradientCompressor,
-    compressor_of,
-    decoded_of,
-    first_of,
-    second_of,
+    BucketFactors,
+    PowerSgdCompressor,
+    int8_compressor,
 )
 from hvpipe.keras.data_parallel.same_bits import same_bits
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.plan.buckets import BucketPlan
-from hvpipe.plan.compression import MOST_RANKS, Int8, PhasedBucket, compression_named, in_phases
+from hvpipe.plan.compression import (
+    MOST_RANKS,
+    FactoredBucket,
+    Int8,
+    PhasedBucket,
+    PowerSgd,
+    Shape,
+    compression_named,
+    in_factors,
+    in_phases,
+)
 from hvpipe.session import Session
 
 
@@ -35,7 +39,8 @@ def make_reducer(
     session: Session, name: str, variables: Sequence[Any], options: ReduceOptions
 ) -> BucketReducer:
     """Return the reducer that `options.compression` asks for. For the arguments see BucketReducer."""
-    kind = BucketReducer if compression_named(options.compression) is None else CompressedReducer
+    kinds = {Int8: Int8Reducer, PowerSgd: FactorReducer}
+    kind = kinds.get(type(compression_named(options.compression)), BucketReducer)
     return kind(session, name, variables, options)
 
 
@@ -66,35 +71,45 @@ def check_compressible(optimizer: Any, compression: str | None) -> None:
         )
 
 
-@dataclass
-class _CompressedBucket:
+# --- int8: two phases -----------------------------------------------------------------------------------
+
+
+class _Int8Bucket:
     """What a bucket keeps from one phase, or one step, to the next.
 
     Attributes:
-        compressors: By member: what makes two parts of a gradient.
-        errors: By member: what the parts have left out so far, on this rank.
-        memories: By member: what the compressor uses again in the next step; equal on all ranks.
-        kept: By member: what `decoded_of` needs of the parts that are under way, or a sum that travelled
-            whole in the first phase; equal on all ranks.
+        errors: By member: what the bytes have left out so far, on this rank.
+        kept: By member: the scales of the bytes that are under way, or a sum that travelled whole in the first
+            phase; equal on all ranks.
     """
 
-    compressors: dict[int, GradientCompressor] = field(default_factory=dict)
-    errors: dict[int, Any] = field(default_factory=dict)
-    memories: dict[int, Any] = field(default_factory=dict)
-    kept: dict[int, Any] = field(default_factory=dict)
+    def __init__(self, phased: PhasedBucket, shapes: Sequence[Shape], ranks: int) -> None:
+        compressors = [int8_compressor(shapes[member], ranks) for member in phased.compressed]
+        self.errors = {member: _variable(tf.zeros(shapes[member])) for member in phased.compressed}
+        with on_the_host():
+            self.kept = {member: _variable(tf.zeros(shape)) for member, shape in phased.in_first.items()}
 
-    def __post_init__(self) -> None:
-        self.first = same_bits(lambda *given: first_of([*self.compressors.values()], *given))
-        self.second = same_bits(lambda *given: second_of([*self.compressors.values()], *given))
-        self.decoded = same_bits(lambda *given: decoded_of([*self.compressors.values()], *given))
+        def first(gradients: Sequence[Any], share: Any, errors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            each = zip(compressors, gradients, errors, strict=True)
+            given, parts = zip(*(c.first(gradient, share, error) for c, gradient, error in each), strict=True)
+            return list(given), list(parts)
 
-    def read(self, variables: Mapping[int, Any]) -> list[Any]:
-        """Read a variable of each compressor; None where it has none."""
-        return [variables[each].read_value() if each in variables else None for each in self.compressors]
+        def second(given: Sequence[Any], totals: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+            each = zip(compressors, given, totals, strict=True)
+            parts, scales, errors = zip(*(c.second(mine, total) for c, mine, total in each), strict=True)
+            return list(parts), list(scales), list(errors)
+
+        def decoded(totals: Sequence[Any], scales: Sequence[Any]) -> list[Any]:
+            return [c.decoded(t, s) for c, t, s in zip(compressors, totals, scales, strict=True)]
+
+        self.first, self.second, self.decoded = map(same_bits, (first, second, decoded))
 
 
-class CompressedReducer(BucketReducer):
+class Int8Reducer(BucketReducer):
     """Reduces the gradients of one list of variables in two parts each, with error feedback.
+
+        submit    maxima | sum over ranks | bytes | sum over ranks ....
+        collect                                                   .... | decoded | update
 
     For the arguments see BucketReducer.
     """
@@ -104,90 +119,165 @@ class CompressedReducer(BucketReducer):
         self._phased: tuple[PhasedBucket, ...]
         super().__init__(session, name, variables, options)
         with tf.init_scope():
-            self._state = [self._make_state(number) for number in range(len(self._phased))]
+            self._buckets = [
+                _Int8Bucket(phased, self._shapes(number), session.world.size)
+                for number, phased in enumerate(self._phased)
+            ]
 
     def _plan_to_send(self) -> BucketPlan:
-        assert self._compression is not None
+        assert isinstance(self._compression, Int8)
         self._sent, self._phased = in_phases(self.plan, self._gradients, self._compression)
         return self._sent
 
-    def _make_state(self, number: int) -> _CompressedBucket:
-        assert self._compression is not None
-        state, phased = _CompressedBucket(), self._phased[number]
-        size = self.session.world.size
-        for member in phased.compressed:
-            place = self.plan.buckets[number].members[member]
-            shape = self._gradients[place].shape
-            compressor = compressor_of(self._compression, shape, size, seed=place)
-            state.compressors[member] = compressor
-            state.errors[member] = _variable(tf.zeros(shape))
-            memory = compressor.start()
-            if memory is not None:
-                with on_the_host():
-                    state.memories[member] = _variable(memory)
-        for member, shape in phased.in_first.items():
-            with on_the_host():
-                state.kept[member] = _variable(tf.zeros(shape))
-        return state
-
     def state(self) -> dict[str, Any]:
-        """Return the errors and memories, by the places of their variables."""
-        found: dict[str, Any] = {}
-        for bucket, state in zip(self.plan.buckets, self._state, strict=True):
-            found |= {f"error/{bucket.members[member]}": v for member, v in state.errors.items()}
-            found |= {f"memory/{bucket.members[member]}": v for member, v in state.memories.items()}
-        return found
+        """Return the errors, by the places of their variables."""
+        return {
+            f"error/{bucket.members[member]}": variable
+            for bucket, kept in zip(self.plan.buckets, self._buckets, strict=True)
+            for member, variable in kept.errors.items()
+        }
 
     def _send(self, number: int, share: Any, tensors: Sequence[Any]) -> Any:
-        phased, state = self._phased[number], self._state[number]
+        phased, bucket = self._phased[number], self._buckets[number]
         if phased.first is None:
             return self._submit(phased.second, share, tensors)
         factor = tf.cast(share, tf.float32)
-        given, parts = state.first(
-            [tensors[member] for member in phased.compressed],
-            factor,
-            state.read(state.errors),
-            state.read(state.memories),
-        )
+        given, parts = bucket.first([tensors[m] for m in phased.compressed], factor, _read(bucket.errors))
         part_of = dict(zip(phased.compressed, parts, strict=True))
         mine = [part_of[m] if m in part_of else tensors[m] * factor for m in phased.in_first]
         one = tf.ones_like(share)
         token = self._submit(phased.first, one, mine)
         sums = self._collect(phased.first, token, [tuple(part.shape) for part in mine], "float32")
         totals = dict(zip(phased.in_first, sums, strict=True))
-        parts, kept, errors = state.second(given, [totals[member] for member in phased.compressed])
-        totals |= zip(phased.compressed, kept, strict=True)
-        _assign(state.kept, totals)
-        _assign(state.errors, dict(zip(phased.compressed, errors, strict=True)))
-        part_of = dict(zip(phased.compressed, parts, strict=True))
-        mine = [part_of[m] if m in part_of else tensors[m] * factor for m in phased.in_second]
-        return self._submit(phased.second, one, mine)
+        parts, scales, errors = bucket.second(given, [totals[member] for member in phased.compressed])
+        totals |= zip(phased.compressed, scales, strict=True)
+        _assign(bucket.kept, [totals[member] for member in bucket.kept])
+        _assign(bucket.errors, errors)
+        return self._submit(phased.second, one, parts)
 
     def collect(self, number: int, token: Any) -> list[Any]:
         """Return the reduced gradients of bucket `number`, in the order of its members."""
-        phased, state = self._phased[number], self._state[number]
+        phased, bucket = self._phased[number], self._buckets[number]
         dtype = self._sent.buckets[phased.second].dtype
         sums = self._collect(phased.second, token, list(phased.in_second.values()), dtype)
         if phased.first is None:
             return sums
-        reduced = dict(zip(phased.in_second, sums, strict=True))
-        gradients, memories = state.decoded(
-            [reduced[member] for member in phased.compressed],
-            state.read(state.kept),
-            state.read(state.memories),
-        )
-        _assign(state.memories, dict(zip(phased.compressed, memories, strict=True)))
-        reduced |= zip(phased.compressed, gradients, strict=True)
-        for member in phased.in_first:
-            if member not in reduced:
-                reduced[member] = state.kept[member].read_value()
+        kept = dict(zip(bucket.kept, _read(bucket.kept), strict=True))
+        gradients = bucket.decoded(sums, [kept[member] for member in phased.compressed])
+        reduced = kept | dict(zip(phased.compressed, gradients, strict=True))
         return [reduced[member] for member in range(len(reduced))]
 
 
-def _variable(value: Any) -> Any:
-    return tf.Variable(value, dtype=tf.float32, trainable=False, name="hvpipe_compression")
+# --- PowerSGD: a factor a step --------------------------------------------------------------------------
 
 
-def _assign(variables: Mapping[int, Any], values: Mapping[int, Any]) -> None:
-    for member, variable in variables.items():
-        variable.assign(values[member])
+class _FactoredBucket:
+    """What a bucket keeps from one step to the next.
+
+    Attributes:
+        errors: By member: what the factors have left out so far, on this rank.
+        lefts: By member: P of its last step, orthogonal; equal on all ranks.
+        rights: By member: Q, likewise.
+        turn: How many steps have been collected (int64 scalar); equal on all ranks.
+    """
+
+    def __init__(
+        self, factored: FactoredBucket, shapes: Sequence[Shape], places: Sequence[int], width: int
+    ) -> None:
+        compressors = {
+            member: PowerSgdCompressor(shapes[member], matrix, width, seed=places[member])
+            for member, matrix in factored.matrices.items()
+        }
+        self.errors = {member: _variable(tf.zeros(shapes[member])) for member in compressors}
+        with on_the_host():
+            starts = {member: compressor.start() for member, compressor in compressors.items()}
+            self.lefts = {member: _variable(left) for member, (left, _) in starts.items()}
+            self.rights = {member: _variable(right) for member, (_, right) in starts.items()}
+            self.turn = _variable(0, tf.int64)
+        functions = BucketFactors(factored, [*compressors.values()])
+        self.first = same_bits(functions.first)
+        self.decoded = same_bits(functions.decoded)
+        self.factors = same_bits(functions.factors)
+
+
+class FactorReducer(BucketReducer):
+    """Reduces the gradients of one list of variables as one factor each, with error feedback.
+
+        submit    factor | sum over ranks ....
+        collect                           .... | decoded | update
+                                               | factor of the next step
+
+    For the arguments see BucketReducer.
+    """
+
+    def __init__(self, session: Session, name: str, variables: Sequence[Any], options: ReduceOptions) -> None:
+        self._factored: tuple[FactoredBucket, ...]
+        super().__init__(session, name, variables, options)
+        assert isinstance(self._compression, PowerSgd)
+        width = self._compression.rank
+        with tf.init_scope():
+            self._buckets = [
+                _FactoredBucket(factored, self._shapes(number), self.plan.buckets[number].members, width)
+                for number, factored in enumerate(self._factored)
+            ]
+
+    def _plan_to_send(self) -> BucketPlan:
+        assert isinstance(self._compression, PowerSgd)
+        sent, self._factored = in_factors(self.plan, self._gradients, self._compression)
+        return sent
+
+    def state(self) -> dict[str, Any]:
+        """Return the errors, the factors and the turn, by the places of their variables."""
+        found: dict[str, Any] = {}
+        for bucket, kept in zip(self.plan.buckets, self._buckets, strict=True):
+            for member, place in enumerate(bucket.members):
+                if member in kept.errors:
+                    found[f"error/{place}"], found[f"turn/{place}"] = kept.errors[member], kept.turn
+                    found[f"left/{place}"], found[f"right/{place}"] = kept.lefts[member], kept.rights[member]
+        return found
+
+    def _send(self, number: int, share: Any, tensors: Sequence[Any]) -> Any:
+        factored, bucket = self._factored[number], self._buckets[number]
+        if not factored.matrices:
+            return self._submit(number, share, tensors)
+        factor = tf.cast(share, tf.float32)
+        buffer, errors = bucket.first(
+            bucket.turn.read_value(),
+            factor,
+            [tensors[member] for member in factored.matrices],
+            *map(_read, (bucket.errors, bucket.lefts, bucket.rights)),
+        )
+        _assign(bucket.errors, errors)
+        whole = [tensor * factor for m, tensor in enumerate(tensors) if m not in factored.matrices]
+        return self._submit(number, tf.ones_like(share), [buffer, *whole])
+
+    def collect(self, number: int, token: Any) -> list[Any]:
+        """Return the reduced gradients of bucket `number`, in the order of its members."""
+        factored, bucket, shapes = self._factored[number], self._buckets[number], self._shapes(number)
+        if not factored.matrices:
+            return super().collect(number, token)
+        whole = [member for member in range(len(shapes)) if member not in factored.matrices]
+        sent = [(factored.numbers,), *(shapes[member] for member in whole)]
+        buffer, *sums = self._collect(number, token, sent, "float32")
+        known = bucket.turn.read_value(), buffer, _read(bucket.lefts), _read(bucket.rights)
+        gradients = bucket.decoded(*known)
+        lefts, rights = bucket.factors(*known)
+        _assign(bucket.lefts, lefts)
+        _assign(bucket.rights, rights)
+        with on_the_host():
+            bucket.turn.assign_add(1)
+        reduced = dict(zip(whole, sums, strict=True)) | dict(zip(factored.matrices, gradients, strict=True))
+        return [reduced[member] for member in range(len(reduced))]
+
+
+def _variable(value: Any, dtype: Any = tf.float32) -> Any:
+    return tf.Variable(value, dtype=dtype, trainable=False, name="hvpipe_compression")
+
+
+def _read(variables: Mapping[int, Any]) -> list[Any]:
+    return [variable.read_value() for variable in variables.values()]
+
+
+def _assign(variables: Mapping[int, Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables.values(), values, strict=True):
+        variable.assign(value)

@@ -1,95 +1,174 @@
-"""The arithmetic of compressed gradients: from a gradient to its two parts, and from their sums back.
+"""The arithmetic of compressed gradients. What all ranks compute from sums is equal on all of them.
 
-    gradient + error --first--> part 1 --sum over ranks--> second --> part 2 --sum over ranks--> decoded
-                                                              |
-                                                           new error
+int8        gradient + error --first--> maxima --sum over ranks--> second --> bytes --sum--> decoded
+                                                                     |
+                                                                  new error
 
-Everything here is a pure function of tensors. What all ranks compute from sums is equal on all of them.
+powersgd    gradient + error --first--> a factor --sum over ranks--> decoded
+                               |                                        |
+                            new error                         factor of the next step
+
+Everything here is a pure function of tensors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvpipe.keras.gpu import has_gpu, on_the_host
 from hvpipe.keras.ops import library
-from hvpipe.plan.compression import BLOCK, Compression, PowerSgd, Shape
+from hvpipe.plan.compression import BLOCK, FactoredBucket, Shape
 
 _LARGEST = 127.0
 _SMALLEST_SCALE = 1e-37
 
 
-class GradientCompressor(Protocol):
-    """How one gradient becomes two parts. `kept` goes from `second` to `decoded`, also into the next step."""
-
-    def start(self) -> Any:
-        """Return the first `memory` (array), equal on all ranks; None if the compressor has no memory."""
-
-    def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
-        """Return what this rank gives (its gradient, times its share, plus its error), and part 1 of it."""
-
-    def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
-        """Return part 2, `kept`, and the new error, from what this rank gives and the sum of part 1.
-
-        The new error is 0 if a sum is not finite: it must not stay so.
-        """
-
-    def decoded(self, total: Any, kept: Any, memory: Any) -> tuple[Any, Any]:
-        """Return the reduced gradient, and the memory for the next step."""
+# --- PowerSGD -------------------------------------------------------------------------------------------
 
 
 class PowerSgdCompressor:
-    """A matrix M becomes P = M Q and, once P is orthogonal, Q = M^T P. The memory is Q of the step before.
+    """A matrix M becomes P = M Q in one step, with an orthogonal Q, and Q = M^T P in the next.
 
-    Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization, NeurIPS 2019, algorithms 1 and 2.
+    The sum of P over ranks, times Q^T, is the reduced gradient; made orthogonal, it is the P of the next step.
+    This is ACP-SGD: Zhang, Zhang, Shi, Chu and Li, Evaluation and Optimization of Gradient Compression for
+    Distributed Deep Learning, ICDCS 2023. Two steps do what one does in PowerSGD: Vogels, Karimireddy and
+    Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019.
 
     Args:
         shape: Of the gradient.
         matrix: Its rows and columns.
         width: The rank of the factors.
-        seed: Of the first Q.
+        seed: Of the first factors.
     """
 
     def __init__(self, shape: Shape, matrix: tuple[int, int], width: int, seed: int) -> None:
         self._shape, self._matrix, self._width, self._seed = shape, matrix, width, seed
 
-    def start(self) -> Any:
-        """Return random numbers."""
-        shape = self._matrix[1], self._width
-        return np.random.default_rng(self._seed).normal(size=shape).astype(np.float32)
+    def start(self) -> tuple[Any, Any]:
+        """Return orthogonal P (rows x width) and Q (columns x width), random and equal on all ranks."""
+        random = np.random.default_rng(self._seed)
+        left, right = (random.normal(size=(length, self._width)) for length in self._matrix)
+        return tuple(np.linalg.qr(each)[0].astype(np.float32) for each in (left, right))
 
-    def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
-        """Return what this rank gives, and P."""
-        given = gradient * share + error
-        return given, tf.linalg.matmul(tf.reshape(given, self._matrix), memory)
+    def part_shape(self, sends_left: bool) -> Shape:
+        """Return the shape of what a step sends."""
+        return self._matrix[0 if sends_left else 1], self._width
 
-    def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
-        """Return this rank's Q, the orthogonal P, and what P and Q leave out."""
-        with on_the_host():
-            # By Householder reflections: always orthogonal, even where columns depend on each other.
-            orthogonal, _ = tf.linalg.qr(total)
+    def first(self, sends_left: bool, given: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        """Return this rank's factor, and what it leaves out of `given`: 0 if the factor is not finite."""
         matrix = tf.reshape(given, self._matrix)
-        mine = tf.linalg.matmul(matrix, orthogonal, transpose_a=True)
-        error = matrix - tf.linalg.matmul(orthogonal, mine, transpose_b=True)
-        finite = tf.reduce_all(tf.math.is_finite(total)) & tf.reduce_all(tf.math.is_finite(mine))
-        return mine, orthogonal, tf.reshape(_error_if(finite, error), self._shape)
+        if sends_left:
+            mine = tf.linalg.matmul(matrix, right)
+            sent = tf.linalg.matmul(mine, right, transpose_b=True)
+        else:
+            mine = tf.linalg.matmul(matrix, left, transpose_a=True)
+            sent = tf.linalg.matmul(left, mine, transpose_b=True)
+        finite = tf.reduce_all(tf.math.is_finite(mine))
+        return mine, _error_if(finite, tf.reshape(matrix - sent, self._shape))
 
-    def decoded(self, total: Any, kept: Any, memory: Any) -> tuple[Any, Any]:
-        """Return P Q^T, and Q. Q has norm 1, so that P neither overflows nor vanishes."""
-        gradient = tf.reshape(tf.linalg.matmul(kept, total, transpose_b=True), self._shape)
+    def decoded(self, sends_left: bool, total: Any, left: Any, right: Any) -> Any:
+        """Return the reduced gradient."""
+        left, right = (total, right) if sends_left else (left, total)
+        return tf.reshape(tf.linalg.matmul(left, right, transpose_b=True), self._shape)
+
+    def factors(self, sends_left: bool, total: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        """Return P and Q for the next step. A sum that is not finite, or 0, changes nothing."""
         norm = tf.norm(total)
         usable = tf.math.is_finite(norm) & (norm > 0.0)
-        return gradient, tf.where(usable, total / norm, memory)
+        before = left if sends_left else right
+        # By Householder reflections: always orthogonal, even where columns depend on each other.
+        after = tf.cond(usable, lambda: tf.linalg.qr(total)[0], lambda: tf.identity(before))
+        return (after, right) if sends_left else (left, after)
+
+
+class BucketFactors:
+    """The functions of `PowerSgdCompressor` for all matrices of a bucket, in a step with the number `turn`.
+
+    Args:
+        factored: What travels.
+        compressors: By member of `factored.matrices`, in its order.
+    """
+
+    def __init__(self, factored: FactoredBucket, compressors: Sequence[PowerSgdCompressor]) -> None:
+        self._factored = factored
+        self._compressors = dict(zip(factored.matrices, compressors, strict=True))
+
+    def first(
+        self,
+        turn: Any,
+        share: Any,
+        gradients: Sequence[Any],
+        errors: Sequence[Any],
+        lefts: Sequence[Any],
+        rights: Sequence[Any],
+    ) -> tuple[Any, list[Any]]:
+        """Return the buffer that this rank sends, and the new errors."""
+        given = [gradient * share + error for gradient, error in zip(gradients, errors, strict=True)]
+
+        def of_turn(sends: Sequence[bool]) -> tuple[Any, list[Any]]:
+            found = [
+                each.first(*four) for each, four in self._each(zip(sends, given, lefts, rights, strict=True))
+            ]
+            flat = tf.concat([tf.reshape(part, [-1]) for part, _ in found], axis=0)
+            return tf.pad(flat, [[0, self._factored.numbers - flat.shape[0]]]), [error for _, error in found]
+
+        return self._in_turn(turn, of_turn)
+
+    def decoded(self, turn: Any, buffer: Any, lefts: Sequence[Any], rights: Sequence[Any]) -> list[Any]:
+        """Return the reduced gradients from the sum of all ranks' buffers."""
+
+        def of_turn(sends: Sequence[bool]) -> list[Any]:
+            totals = self._totals(buffer, sends)
+            return [
+                each.decoded(*four)
+                for each, four in self._each(zip(sends, totals, lefts, rights, strict=True))
+            ]
+
+        return self._in_turn(turn, of_turn)
+
+    def factors(
+        self, turn: Any, buffer: Any, lefts: Sequence[Any], rights: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return all P and all Q for the next step."""
+
+        def of_turn(sends: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+            totals = self._totals(buffer, sends)
+            found = [
+                each.factors(*four)
+                for each, four in self._each(zip(sends, totals, lefts, rights, strict=True))
+            ]
+            return [left for left, _ in found], [right for _, right in found]
+
+        with on_the_host():
+            return self._in_turn(turn, of_turn)
+
+    def _each(self, arguments: Any) -> Any:
+        return zip(self._compressors.values(), arguments, strict=True)
+
+    def _in_turn(self, turn: Any, function: Any) -> Any:
+        """Return `function(whether each member sends P)` of an even or an odd turn."""
+        even, odd = ([self._factored.sends_left(m, turn) for m in self._compressors] for turn in (0, 1))
+        with on_the_host():
+            is_even = turn % 2 == 0
+        return tf.cond(is_even, lambda: function(even), lambda: function(odd))
+
+    def _totals(self, buffer: Any, sends: Sequence[bool]) -> list[Any]:
+        shapes = [each.part_shape(left) for each, left in zip(self._compressors.values(), sends, strict=True)]
+        counts = list(map(math.prod, shapes))
+        pieces = tf.split(buffer, [*counts, self._factored.numbers - sum(counts)])
+        return [tf.reshape(piece, shape) for piece, shape in zip(pieces[:-1], shapes, strict=True)]
+
+
+# --- int8 -----------------------------------------------------------------------------------------------
 
 
 class Int8Compressor:
-    """Each number becomes a byte: its multiple of the scale of its block. No memory.
+    """Each number becomes a byte: its multiple of the scale of its block.
 
     The scale of a block is the sum of all ranks' maxima divided by 127 - n / 2. All multiples of n ranks add
     up to 127 - n / 2 at most, and rounding adds half a step for each rank. So the sum of the bytes fits into
@@ -105,18 +184,20 @@ class Int8Compressor:
         self._count = math.prod(shape)
         self._steps = _LARGEST - ranks / 2
 
-    def start(self) -> None:
-        """Return None."""
+    def first(self, gradient: Any, share: Any, error: Any) -> tuple[Any, Any]:
+        """Return what this rank gives (its gradient, times its share, plus its error), and part 1 of it.
 
-    def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
-        """Return what this rank gives, and the largest absolute value of each block of it."""
-        del memory
+        Part 1 is the largest absolute value of each block.
+        """
         given = gradient * share + error
         blocks = self._blocks(given)
         return given, tf.maximum(tf.reduce_max(blocks, axis=1), -tf.reduce_min(blocks, axis=1))
 
     def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
-        """Return the bytes, the scales, and what the bytes leave out."""
+        """Return the bytes, the scales, and what the bytes leave out, from the sum of part 1.
+
+        That is 0 if a sum is not finite: it must not stay so.
+        """
         blocks = self._blocks(given)
         scales = total / self._steps
         # Numbers so small that the inverse would be infinite stay in the error.
@@ -125,9 +206,9 @@ class Int8Compressor:
         error = _error_if(tf.reduce_all(tf.math.is_finite(total)), blocks - steps * scales[:, None])
         return tf.cast(self._flat(steps), tf.int8), scales, self._flat(error)
 
-    def decoded(self, total: Any, kept: Any, memory: Any) -> tuple[Any, Any]:
-        """Return the sum of all ranks' multiples of the scales."""
-        return self._flat(self._blocks(tf.cast(total, tf.float32)) * kept[:, None]), memory
+    def decoded(self, total: Any, scales: Any) -> Any:
+        """Return the reduced gradient: the sum of all ranks' multiples of the scales."""
+        return self._flat(self._blocks(tf.cast(total, tf.float32)) * scales[:, None])
 
     def _blocks(self, tensor: Any) -> Any:
         flat = tf.reshape(tensor, [self._count])
@@ -141,9 +222,8 @@ class Int8Compressor:
 class HostInt8Compressor(Int8Compressor):
     """The same values on the CPU, in one pass over the numbers each (csrc/base/int8_compression.h)."""
 
-    def first(self, gradient: Any, share: Any, error: Any, memory: Any) -> tuple[Any, Any]:
+    def first(self, gradient: Any, share: Any, error: Any) -> tuple[Any, Any]:
         """Return what this rank gives, and the largest absolute value of each block of it."""
-        del memory
         given, maxima = library().hvpipe_int8_first(gradient=gradient, share=share, error=error, block=BLOCK)
         return given, maxima
 
@@ -152,9 +232,9 @@ class HostInt8Compressor(Int8Compressor):
         parts = library().hvpipe_int8_second(given=given, totals=total, block=BLOCK, steps=self._steps)
         return parts.bytes, parts.scales, parts.error
 
-    def decoded(self, total: Any, kept: Any, memory: Any) -> tuple[Any, Any]:
-        """Return the sum of all ranks' multiples of the scales."""
-        return library().hvpipe_int8_decode(sums=total, scales=kept, block=BLOCK), memory
+    def decoded(self, total: Any, scales: Any) -> Any:
+        """Return the reduced gradient."""
+        return library().hvpipe_int8_decode(sums=total, scales=scales, block=BLOCK)
 
 
 def _error_if(finite: Any, error: Any) -> Any:
@@ -162,46 +242,6 @@ def _error_if(finite: Any, error: Any) -> Any:
     return tf.cond(finite, lambda: error, lambda: tf.zeros_like(error))
 
 
-def compressor_of(compression: Compression, shape: Shape, ranks: int, seed: int) -> GradientCompressor:
-    """Return what compresses a gradient that does not travel whole."""
-    if not isinstance(compression, PowerSgd):
-        return (Int8Compressor if has_gpu() else HostInt8Compressor)(shape, ranks)
-    matrix = compression.matrix(shape)
-    assert matrix is not None
-    return PowerSgdCompressor(shape, matrix, compression.rank, seed)
-
-
-def first_of(
-    compressors: Sequence[GradientCompressor],
-    tensors: Sequence[Any],
-    share: Any,
-    errors: Sequence[Any],
-    memories: Any,
-) -> tuple[list[Any], list[Any]]:
-    """Return what this rank gives, and part 1 of it, for each gradient of a bucket."""
-    found = [
-        c.first(t, share, e, m) for c, t, e, m in zip(compressors, tensors, errors, memories, strict=True)
-    ]
-    given, parts = zip(*found, strict=True)
-    return list(given), list(parts)
-
-
-def second_of(
-    compressors: Sequence[GradientCompressor], given: Sequence[Any], totals: Sequence[Any]
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return parts 2, what is kept, and new errors, for each gradient of a bucket."""
-    found = [c.second(g, t) for c, g, t in zip(compressors, given, totals, strict=True)]
-    parts, kept, errors = zip(*found, strict=True)
-    return list(parts), list(kept), list(errors)
-
-
-def decoded_of(
-    compressors: Sequence[GradientCompressor],
-    totals: Sequence[Any],
-    kept: Sequence[Any],
-    memories: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
-    """Return reduced gradients, and memories, for each gradient of a bucket."""
-    found = [c.decoded(t, k, m) for c, t, k, m in zip(compressors, totals, kept, memories, strict=True)]
-    gradients, after = zip(*found, strict=True)
-    return list(gradients), list(after)
+def int8_compressor(shape: Shape, ranks: int) -> Int8Compressor:
+    """Return what compresses a gradient of this shape to bytes."""
+    return (Int8Compressor if has_gpu() else HostInt8Compressor)(shape, ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,6 @@ from training import (
     assert_close,
     assert_same_bits,
     assert_same_on_all_ranks,
-    by_rank_0,
     compiled,
     fit,
     my_batches,
@@ -61,20 +59,28 @@ def gradients_of(step: int, rank: int) -> list[Array]:
 
 
 class PowerSgdReference:
-    """PowerSGD of one matrix on all ranks, in float64."""
+    """A factor of one matrix a step on all ranks, in float64."""
 
-    def __init__(self, matrix: tuple[int, int], rank: int, place: int) -> None:
+    def __init__(self, matrix: tuple[int, int], rank: int, place: int, sends_left: bool) -> None:
         self.errors = [np.zeros(matrix) for _ in range(hvpipe.size())]
-        self.q = np.random.default_rng(place).normal(size=(matrix[1], rank)).astype("f").astype("d")
-        self.matrix = matrix
+        random = np.random.default_rng(place)
+        self.p, self.q = (np.linalg.qr(random.normal(size=(length, rank)))[0] for length in matrix)
+        self.matrix, self.sends_left = matrix, sends_left
 
     def mean(self, gradients: list[Array]) -> Array:
         shares = [gradient.reshape(self.matrix) / len(gradients) for gradient in gradients]
         given = [share + error for share, error in zip(shares, self.errors, strict=True)]
-        p, _ = np.linalg.qr(sum(matrix @ self.q for matrix in given))
-        self.errors = [matrix - p @ p.T @ matrix for matrix in given]
-        self.q = sum(matrix.T @ p for matrix in given)
-        return (p @ self.q.T).reshape(gradients[0].shape)
+        p, q = self.p, self.q
+        if self.sends_left:
+            self.errors = [matrix - matrix @ q @ q.T for matrix in given]
+            total = sum(given) @ q
+            self.p, found = np.linalg.qr(total)[0], total @ q.T
+        else:
+            self.errors = [matrix - p @ p.T @ matrix for matrix in given]
+            total = sum(given).T @ p
+            self.q, found = np.linalg.qr(total)[0], p @ total.T
+        self.sends_left = not self.sends_left
+        return found.reshape(gradients[0].shape)
 
 
 class Int8Reference:
@@ -111,10 +117,13 @@ def references(code: str) -> list[Any]:
     if code == "int8":
         counts = [int(np.prod(shape)) for shape in SHAPES]
         return [Int8Reference(count) if count > MOST_WHOLE else WholeReference() for count in counts]
-    # Grouped so that P and Q are smallest; the last two would not be smaller.
+    # Grouped so that P and Q are smallest; the last two would not be smaller. The first has a bucket of its
+    # own. In the other bucket the fourth sends its larger factor, Q, while the second sends its smaller one.
     matrices = {0: (40, 120), 1: (9, 32), 3: (30, 150)}
     return [
-        PowerSgdReference(matrices[place], 2, place) if place in matrices else WholeReference()
+        PowerSgdReference(matrices[place], 2, place, sends_left=place == 1)
+        if place in matrices
+        else WholeReference()
         for place in range(len(SHAPES))
     ]
 
@@ -123,7 +132,7 @@ def references(code: str) -> list[Any]:
 @several_ranks
 @pytest.mark.parametrize(("code", "compile_step"), [("powersgd:2", True), ("int8", False)])
 def test_sums_are_numpys(code: str, compile_step: bool) -> None:
-    """After several steps, too: errors and warm starts are those of the reference."""
+    """After several steps, too: errors, factors and their turns are those of the reference."""
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
     expected = references(code)
 
@@ -158,47 +167,33 @@ def wide() -> keras.Model:
     return model
 
 
-def few(rank: int) -> int:
-    """Return the batch of a rank: it has two samples, or one."""
-    return 2 if rank == 0 else 1
-
-
-def small_batches(steps: int) -> tuple[tf.data.Dataset, tf.data.Dataset]:
-    """Return this rank's batches and those of all ranks together."""
-    sizes = [few(rank) for rank in range(hvpipe.size())]
+def trained_on(sizes: list[int], steps: int, optimizer: Any, warmup_steps: int) -> State:
+    """Train with this many samples of each step on each rank; return the weights."""
     x, y = samples(steps * sum(sizes))
     every = tf.data.Dataset.from_tensor_slices((x, y)).batch(sum(sizes))
     begin = sum(sizes[: hvpipe.rank()])
     end = begin + sizes[hvpipe.rank()]
-    return every.map(lambda a, b: (a[begin:end], b[begin:end])), every
+    model = parallel(compiled(wide, optimizer), compression="powersgd:2", warmup_steps=warmup_steps)
+    fit(model, every.map(lambda a, b: (a[begin:end], b[begin:end])))
+    return {variable.path: np.array(variable) for variable in model.trainable_variables}
 
 
-def clipped() -> Any:
-    return keras.optimizers.SGD(0.2, momentum=0.9, global_clipnorm=0.5)
+@several_ranks
+def test_only_the_sum_of_the_ranks_gradients_counts() -> None:
+    """The sum of errors, too, follows from it. So it does not matter which rank has which samples.
 
-
-def accumulating() -> Any:
-    return keras.optimizers.SGD(0.2, momentum=0.9, gradient_accumulation_steps=2)
-
-
-@pytest.mark.parametrize("optimizer", [clipped, pytest.param(accumulating, marks=pytest.mark.every_size)])
-def test_a_sum_of_low_rank_is_exact(optimizer: Callable[[], Any]) -> None:
-    """A batch of k samples gives a matrix of rank k. Errors of the ranks then add up to nothing.
-
-    So unequal batches, a frozen layer, clipping and accumulation train as the whole batch on one rank.
+    With unequal batches, a frozen layer, clipping, and accumulation.
     """
-    steps = 12
-    mine, every = small_batches(steps)
-    model = parallel(compiled(wide, optimizer()), compression="powersgd:8", warmup_steps=3)
-    fit(model, mine)
 
-    def plainly() -> State:
-        plain = compiled(wide, optimizer())
-        fit(plain, every)
-        return state_of(plain)
+    def sgd(**options: Any) -> Any:
+        return keras.optimizers.SGD(0.2, momentum=0.9, **options)
 
-    assert_same_on_all_ranks(state_of(model))
-    assert_close(state_of(model), by_rank_0(plainly), 1e-3)
+    sizes = [6, *[3] * (hvpipe.size() - 1)]
+    state = trained_on(sizes, 12, sgd(global_clipnorm=0.5), 3)
+    assert_same_on_all_ranks(state)
+    assert_close(state, trained_on(sizes[::-1], 12, sgd(global_clipnorm=0.5), 3), 1e-3)
+    doubled = trained_on([2 * size for size in sizes], 6, sgd(), 0)
+    assert_close(trained_on(sizes, 12, sgd(gradient_accumulation_steps=2), 0), doubled, 1e-3)
 
 
 def large() -> keras.Model:

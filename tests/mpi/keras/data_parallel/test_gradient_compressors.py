@@ -20,9 +20,9 @@ SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=3).map(tuple) | st.ju
 
 def every_result(code: Int8Compressor, gradient: Any, share: float, error: Any, ranks: int) -> list[Any]:
     """Return the results of all phases, as if all ranks had the same gradient."""
-    mine, maxima = code.first(gradient, tf.constant(share), error, code.start())
+    mine, maxima = code.first(gradient, tf.constant(share), error)
     parts, scales, left = code.second(mine, maxima * ranks)
-    decoded, _ = code.decoded(parts * tf.constant(ranks, tf.int8), scales, code.start())
+    decoded = code.decoded(parts * tf.constant(ranks, tf.int8), scales)
     return [np.asarray(found) for found in (mine, maxima, parts, scales, left, decoded)]
 
 
@@ -52,9 +52,9 @@ def test_many_blocks_in_a_graph() -> None:
 
     def phases(kind: type[Int8Compressor], gradient: Any, error: Any) -> list[Any]:
         code = kind((3, 200_001), 2)
-        mine, maxima = code.first(gradient * 1.0, tf.constant(0.5), error * 1.0, code.start())
+        mine, maxima = code.first(gradient * 1.0, tf.constant(0.5), error * 1.0)
         parts, scales, left = code.second(mine, maxima * 2.0)
-        return [left * 1.0, code.decoded(parts, scales, code.start())[0]]
+        return [left * 1.0, code.decoded(parts, scales)]
 
     found, expected = (
         tf.function(functools.partial(phases, kind))(*map(tf.constant, values))
@@ -68,7 +68,7 @@ def test_a_gradient_of_unknown_shape_has_that_of_its_error() -> None:
     @tf.function(input_signature=[tf.TensorSpec(None)])
     def shapes(gradient: Any) -> Any:
         code = HostInt8Compressor((3, BLOCK), 2)
-        given_to, maxima = code.first(gradient, tf.constant(1.0), tf.zeros((3, BLOCK)), code.start())
+        given_to, maxima = code.first(gradient, tf.constant(1.0), tf.zeros((3, BLOCK)))
         assert (given_to.shape, maxima.shape) == ((3, BLOCK), (3,))
         return maxima
 
