@@ -17,9 +17,15 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 def add_sizes(parser: argparse.ArgumentParser, smallest: str, largest: str) -> None:
     """Add on how many ranks to measure an all-reduce, and of which buffers: arguments of metrics.sizes."""
-    parser.add_argument("--ranks", type=int, help="ranks (default: 2, on a cluster every slot)")
+    parser.add_argument("--ranks", type=_several, help="ranks (default: 2, on a cluster every slot)")
     parser.add_argument("--min", default=smallest, help="smallest buffer (default: %(default)s)")
     parser.add_argument("--max", default=largest, help="largest buffer (default: %(default)s)")
+
+
+def _several(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"should be 2 or more. Received: {text!r}")
+    return int(text)
 
 
 def status_of(program: str, act: Callable[[], int], failed: int = 1) -> int:

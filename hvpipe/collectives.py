@@ -34,7 +34,8 @@ def allreduce(
             and then all ranks must give device arrays.
         op: "average" or "sum".
         compression: "bf16" or "fp16" to send float32 as a half type; None to send it as it is.
-        out: Where to write the result; may be `array` itself.
+        out: Where to write the result; may be `array` itself, and otherwise does not overlap it. After an
+            error its contents are undefined, and may still change.
         **others: Arguments of Horovod that change nothing here, such as `name`.
 
     Returns:

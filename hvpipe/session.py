@@ -654,7 +654,7 @@ def _tuned(settings: Settings, world: World, hosts: int) -> Settings:
     path = settings.tuning_path
     if not path or world.rank != 0:
         return settings
-    tuning, network = Tuning.read(path), carrier(world.network, hosts)
+    tuning, network = Tuning.read(path), carrier(world.network, world.messages, hosts)
     if world.size == 1:
         return settings
     if network != tuning.network:

@@ -41,7 +41,9 @@ class CaseFigures:
     rounds_step_s: Mapping[int, float]  # the median step of each round, by its number
     rounds_wall_s: Mapping[int, float]  # the same of wall_s
     uneven: bool = False
-    alone_s: float | None = None  # the same computing alone, in this group; a drained mean if this step is one
+    alone_s: float | None = (
+        None  # the same computing alone, in this group; a drained mean if this step is one
+    )
     links_s: float | None = None  # the gradients' time on the slowest link
     bound_s: float | None = None  # the largest of alone_s, links_s and the step beside plain TCP
 

@@ -14,7 +14,7 @@ from bench.metrics import format_time
 from bench.report.figures import is_exact
 from bench.rounds.record import Round
 
-SHARE = 0.98  # of the median last accuracy of exact training, to be reached
+SHARE = 0.98  # of the last accuracy of exact training with the same seed, to be reached
 
 
 @dataclass(frozen=True)
@@ -50,22 +50,32 @@ class Learned:
 
 
 def learning(outcome: EvaluationOutcome) -> dict[str, tuple[float, list[Learned]]]:
-    """Return by group the accuracy to reach and what each system learned, the fastest first."""
+    """Return by group the accuracy to reach and what each system learned, the fastest first.
+
+    Each seed has a target of its own, of which this is the median. It counts for seeds that no exact system ran.
+    """
     groups: dict[str, dict[str, list[Round]]] = {}
     for each in outcome.rounds:
         if each.ok and each.ranks[0].accuracy:
             groups.setdefault(each.case.group, {}).setdefault(each.case.system, []).append(each)
     found = {}
     for group, systems in groups.items():
-        exact = [_last(each) for name, rounds in systems.items() if is_exact(name) for each in rounds]
+        exact: dict[int, list[float]] = {}
+        for each in (each for name, rounds in systems.items() if is_exact(name) for each in rounds):
+            exact.setdefault(each.number, []).append(_last(each))
         if not exact:
             continue
-        target = SHARE * statistics.median(exact)
+        targets = {number: SHARE * statistics.median(last) for number, last in exact.items()}
+        usual = statistics.median(targets.values())
         learned = [
-            Learned(name, tuple(map(_last, rounds)), tuple(seconds_to(each, target) for each in rounds))
+            Learned(
+                name,
+                tuple(map(_last, rounds)),
+                tuple(seconds_to(each, targets.get(each.number, usual)) for each in rounds),
+            )
             for name, rounds in systems.items()
         ]
-        found[group] = (target, sorted(learned, key=lambda each: each.seconds))
+        found[group] = (usual, sorted(learned, key=lambda each: each.seconds))
     return found
 
 

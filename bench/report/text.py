@@ -83,7 +83,7 @@ def _step_table(members: Sequence[CaseFigures]) -> str:
 def _learned(outcome: EvaluationOutcome) -> Iterator[str]:
     """Yield for each training by epochs what every system learned, the fastest first."""
     for group, (target, learned) in learning(outcome).items():
-        header = ["system", f"time to {target:.1%}", "over the fastest", "last accuracy", "seeds"]
+        header = ["system", f"time to about {target:.1%}", "over the fastest", "last accuracy", "seeds"]
         rows = [
             [
                 each.system,

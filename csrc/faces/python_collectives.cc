@@ -92,7 +92,11 @@ bool AllReducePlain(Engine& engine, const nb::object& array, const nb::object& o
   const char* const name = NameOf(in);
   const bool alike = name != nullptr && NameOf(target) == name && in.ndim == target.ndim &&
                      std::equal(in.shape, in.shape + in.ndim, target.shape);
-  if (!alike) return false;
+  const auto begin = reinterpret_cast<std::uintptr_t>(in.buf);
+  const auto out_begin = reinterpret_cast<std::uintptr_t>(target.buf);
+  const bool overlap =
+      begin != out_begin && begin < out_begin + from.bytes() && out_begin < begin + from.bytes();
+  if (!alike || overlap) return false;
   CallWithoutGil([&] { AllReduce(engine, in.buf, target.buf, from.bytes(), name, scale, what); }, array, out);
   return true;
 }

@@ -24,10 +24,12 @@ from hvpipe.environment.native import (
     read_build_info,
     tensorflow_fits,
 )
+from hvpipe.environment.settings import settings
 from hvpipe.environment.this_host import fast_network, interfaces
-from hvpipe.errors import LaunchError
+from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.monitor import core_binding
 from hvpipe.monitor.nvml import Nvml, NvmlMissing
+from hvpipe.specs.tuning import Tuning
 from hvpipe.world.ethernet import usable
 from hvpipe.world.versions import OLDEST_KERAS, is_older
 
@@ -66,12 +68,13 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
         _mpi4py(),
         _library(build, library, load_error),
         _mpirun(environ, library),
-        *([] if library is None else [_messages(library)]),
+        *([] if library is None else [_messages(library, environ)]),
         _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
         *_gpu_findings(gpus, environ),
         _cores(),
         _shared_memory(),
         _network(environ),
+        *_settings(environ),
     ]
 
 
@@ -177,7 +180,7 @@ def _mpirun(environ: Mapping[str, str], library: str | None) -> Finding:
     return Finding("mpirun", "ok", found)
 
 
-def _messages(library: str) -> Finding:
+def _messages(library: str, environ: Mapping[str, str]) -> Finding:
     """Report what carries MPI's messages, as far as one process tells."""
     layer, error = _message_layer()
     if error.startswith("thread level"):
@@ -186,6 +189,9 @@ def _messages(library: str) -> Finding:
     if error:
         return Finding("MPI's messages", "absent", f"not known: MPI did not start without mpirun: {error}")
     found = _LAYERS.get(layer, f"by {layer}") if layer else f"{library} does not tell by what"
+    if layer == "ob1":
+        told = environ.get("OMPI_MCA_btl")
+        found += f", as OMPI_MCA_btl={told} says" if told else ", over memory and TCP"
     card = fast_network()
     if card and layer == "ob1":
         advice = (
@@ -266,7 +272,19 @@ def _network(environ: Mapping[str, str]) -> Finding:
         advice = "for jobs on several hosts, name one of this host's: hvpipe run --net eth0, or HVPIPE_NET"
         return Finding("network", "absent", "no address at which other hosts reach this one", advice)
     listed = ", ".join(f"{each.name} ({each.address})" for each in found)
+    if environ.get("HVPIPE_BACKEND") == "mpi":
+        return Finding("network", "ok", f"{listed}: MPI carries the data, as HVPIPE_BACKEND=mpi says")
     return Finding("network", "ok", f"{listed}: TCP carries the data between hosts of one rank each")
+
+
+def _settings(environ: Mapping[str, str]) -> list[Finding]:
+    """Report variables that would end a job when it starts."""
+    try:
+        if path := settings(environ).tuning_path:
+            Tuning.read(path)
+    except HvpipeError as error:
+        return [Finding("settings", "problem", str(error), "change or unset the variable")]
+    return []
 
 
 # These run in a separate process, because an unsuitable MPI may end the process that loads it.
@@ -281,7 +299,7 @@ open_world(discover())
 print(message_layer())
 """
 _LAYERS = {
-    "ob1": "by Open MPI's ob1, over memory and TCP",
+    "ob1": "by Open MPI's ob1",
     "ucx": "by UCX",
     "cm": "by libfabric, PSM or Portals (cm)",
 }

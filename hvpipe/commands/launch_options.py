@@ -125,11 +125,11 @@ def output_path(option: str, value: str) -> str:
     if not os.path.isdir(target.parent) or os.path.isdir(target):
         raise LaunchError(f"{option} should be a file in a folder that exists. Received: {option} {value!r}")
     try:
-        target_of(target)
+        final = target_of(target)
         if os.path.exists(target) and not target.is_file():
             return str(target)  # a device or a pipe
         # Files are first written beside their final place.
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix="."), suppress(FileNotFoundError):
+        with tempfile.NamedTemporaryFile(dir=final.parent, prefix="."), suppress(FileNotFoundError):
             os.stat(target)  # no file can have a name that is too long
     except OSError as error:
         raise LaunchError(

@@ -36,7 +36,7 @@ def main(path: str) -> None:
     engines = {name: EngineClient(world, replace(settings, algorithms=((name, 0),))) for name in names}
     seconds = {size: _measured(engines, size) for size in _SIZES}
     if world.rank == 0:
-        found = Tuning(world.size, carrier(world.network, hosts), seconds)
+        found = Tuning(world.size, carrier(world.network, world.messages, hosts), seconds)
         _print(found)
         found.write(path)
         print(f"written: {path}; use it with HVPIPE_ALL_REDUCE={path}")

@@ -97,7 +97,7 @@ class EngineClient:
                 otherwise on the default stream.
             op: "average" or "sum".
             compression: "bf16" or "fp16" to send float32 as a half type; None to send it as it is.
-            out: The array for the result; may be `array` itself.
+            out: The array for the result; may be `array` itself, and otherwise does not overlap it.
 
         Returns:
             `out`, or a new array of the same shape and dtype.

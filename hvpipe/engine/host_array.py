@@ -61,7 +61,8 @@ def check_output(out: Array, source: Array) -> Array:
     """Return `out` if the result for `source` fits in it; raise HvpipeError if not."""
     if isinstance(out, np.ndarray) and out.shape == source.shape and out.dtype == source.dtype:
         flags = out.flags
-        if flags.c_contiguous and flags.aligned and flags.writeable:
+        apart = out.ctypes.data == source.ctypes.data or not np.may_share_memory(out, source)
+        if apart and flags.c_contiguous and flags.aligned and flags.writeable:
             return out
     # Only now, since the text takes longer to make than a small array to reduce.
     raise HvpipeError(
@@ -77,6 +78,8 @@ def _unlike(out: Any, source: Array) -> str:
         return f"{out.dtype}{list(out.shape)}"
     if not out.flags.c_contiguous:
         return "an array that is not C-contiguous"
+    if out.flags.aligned and out.flags.writeable:
+        return "an array that overlaps the one to reduce, but is not the same"
     return "an array that is " + ("read-only" if out.flags.aligned else "not aligned")
 
 

@@ -23,6 +23,7 @@ LrScaling = Literal["none", "linear", "sqrt"]
 LR_SCALINGS: tuple[LrScaling, ...] = ("none", "linear", "sqrt")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SHUTDOWN_S = 3600.0
+_DIGITS = 19  # of a size in bytes: fewer, so that it fits into 64 bits
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -340,7 +341,7 @@ def _algorithms(env: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
         return ()
     *limited, last = (part.partition(":") for part in text.split(","))
     named = all(name in ALGORITHMS for name, _, _ in (*limited, last))
-    sizes = [int(size) if size.isdecimal() else 0 for _, _, size in limited]
+    sizes = [int(size) if size.isdecimal() and len(size) < _DIGITS else 0 for _, _, size in limited]
     if not named or last[1] or any(b <= a for a, b in pairwise((0, *sizes))):
         names = ", ".join(ALGORITHMS)
         wanted = (

@@ -1,6 +1,6 @@
 """Compressed gradients: what the names stand for, and the buckets in which they travel.
 
-"powersgd:4"    one factor of every matrix of gradients: P in one step, Q in the next
+"powersgd:4"    the factors P and Q of every matrix of gradients
 "int8"          first the maximum of every block, and small gradients whole; then a byte for every number
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvpipe.errors import HvpipeError
@@ -22,17 +22,19 @@ MOST_RANKS = 63
 """Ranks that "int8" can serve: then a rank has 1.5 steps to each side of zero."""
 
 Shape = tuple[int, ...]
+Matrix = tuple[int, int]
+"""Rows and columns."""
 Parts = tuple[Shape, Shape | None]
 """The shapes of what travels in the first and in the second phase."""
 
 
 @dataclass(frozen=True)
 class PowerSgd:
-    """Low-rank factors, of which one travels in a step (see `PowerSgdCompressor`). `rank` is their width."""
+    """Low-rank factors (see `PowerSgdCompressor`). `rank` is their width."""
 
     rank: int
 
-    def matrix(self, shape: Shape) -> tuple[int, int] | None:
+    def matrix(self, shape: Shape) -> Matrix | None:
         """Return the rows and columns of a gradient; None if its factors would not be smaller.
 
         Of the ways to group its axes, that with the smallest factors counts.
@@ -90,32 +92,13 @@ def _plan_of(plan: BucketPlan, compression: Compression, buckets: Sequence[Bucke
 # --- Factors --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FactoredBucket:
-    """How a bucket of gradients travels: one factor of each matrix in a buffer, and other gradients whole.
-
-    Attributes:
-        matrices: Rows and columns of the members that travel as factors. (): all travel whole.
-        left_first: The members of `matrices` that send P (rows x rank) in even steps and Q (columns x rank)
-            in odd ones. The others send Q in even steps.
-        numbers: The length of the buffer: what the larger of both kinds of steps sends.
-    """
-
-    matrices: Mapping[int, tuple[int, int]]
-    left_first: frozenset[int]
-    numbers: int
-
-    def sends_left(self, member: int, turn: int) -> bool:
-        """Tell whether a member sends P in a step of this number."""
-        return (member in self.left_first) == (turn % 2 == 0)
-
-
 def in_factors(
     plan: BucketPlan, gradients: Sequence[Gradient], compression: PowerSgd
-) -> tuple[BucketPlan, tuple[FactoredBucket, ...]]:
-    """Return the buckets that are sent, and how the gradients of each bucket of `plan` travel in it.
+) -> tuple[BucketPlan, tuple[dict[int, Matrix], ...]]:
+    """Return the buckets that are sent, and for each the rows and columns of members that travel as factors.
 
-    Only float32 is compressed, and no table that sends rows.
+    A bucket has P and Q of each of these members, then the other members whole. Only float32 is compressed,
+    and no table that sends rows.
 
     Args:
         plan: The buckets of gradients, which are updated together.
@@ -124,31 +107,16 @@ def in_factors(
     """
     sent, factored = [], []
     for bucket in plan.buckets:
-        shapes = [gradients[place].shape for place in bucket.members]
         matrices = {
             member: matrix
-            for member, shape in enumerate(shapes)
-            if _compressible(bucket) and (matrix := compression.matrix(shape)) is not None
+            for member, place in enumerate(bucket.members)
+            if _compressible(bucket) and (matrix := compression.matrix(gradients[place].shape)) is not None
         }
-        found = _balanced(matrices, compression.rank)
-        if matrices:
-            whole = [count for member, count in enumerate(bucket.counts) if member not in matrices]
-            bucket = replace(bucket, counts=(found.numbers, *whole))
-        sent.append(bucket)
-        factored.append(found)
+        factors = [length * compression.rank for matrix in matrices.values() for length in matrix]
+        whole = [count for member, count in enumerate(bucket.counts) if member not in matrices]
+        sent.append(replace(bucket, counts=(*factors, *whole)))
+        factored.append(matrices)
     return _plan_of(plan, compression, sent), tuple(factored)
-
-
-def _balanced(matrices: Mapping[int, tuple[int, int]], rank: int) -> FactoredBucket:
-    """Choose which factors travel in even steps, so that these send about as many numbers as odd ones."""
-    left_first: set[int] = set()
-    even = odd = 0
-    for member, (rows, columns) in sorted(matrices.items(), key=lambda each: -abs(each[1][0] - each[1][1])):
-        if (rows > columns) == (even <= odd):
-            left_first.add(member)
-        here, there = (rows, columns) if member in left_first else (columns, rows)
-        even, odd = even + here * rank, odd + there * rank
-    return FactoredBucket(matrices, frozenset(left_first), max(even, odd))
 
 
 # --- Two phases -----------------------------------------------------------------------------------------

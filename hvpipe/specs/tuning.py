@@ -59,9 +59,10 @@ class Tuning(Document):
         return Tuning(table.integer("ranks", minimum=2), table.name("network"), seconds)
 
 
-def carrier(network: str, hosts: int) -> str:
-    """Return what carries data between ranks: a world's `network` without the reason, and if on one host."""
-    return network.partition(",")[0] + (" on one host" if hosts == 1 else "")
+def carrier(network: str, messages: str, hosts: int) -> str:
+    """Return what carries data between ranks, from a World's `network` and `messages`, and if on one host."""
+    by = f" ({messages})" if messages else ""
+    return network.partition(",")[0] + by + (" on one host" if hosts == 1 else "")
 
 
 def fastest(seconds: Mapping[int, Mapping[str, float]]) -> tuple[tuple[str, int], ...]:

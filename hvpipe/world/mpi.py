@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
@@ -33,6 +33,11 @@ from hvpipe.world.world import RunningRanks
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_CHOOSE_NETWORKS = (
+    *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER"),
+    *("I_MPI_FABRICS", "I_MPI_OFI_PROVIDER", "MPIR_CVAR_CH4_NETMOD"),
+)
+"""Variables by which users say what carries MPI's messages."""
 _FAST_SEGMENT_BYTES = 1 << 20  # of memory and of fast networks, where a handshake costs little
 _LONGEST_ABORT_S = 10
 _LEAST_INIT_S = 60.0
@@ -94,6 +99,11 @@ class MpiWorld:
         self._segment_bytes = (
             _FAST_SEGMENT_BYTES if self._fast else min(eager for eager, _ in found) * 15 // 16
         )
+
+    @property
+    def messages(self) -> str:
+        """Which MPI carries the data, by what, as it was told."""
+        return messages_of(self.library_version, os.environ)
 
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks. Collective."""
@@ -306,6 +316,13 @@ def message_layer() -> str:
         return ""
     framework = found.find(b"pml\0")
     return "" if framework < 0 else found[framework + 32 + 12 :].partition(b"\0")[0].decode(errors="replace")
+
+
+def messages_of(library_version: str, environ: Mapping[str, str]) -> str:
+    """Return what carries the messages of the running MPI, as far as it tells and was told."""
+    card, layer = fast_network(), message_layer()
+    told = [f"{name}={environ[name]}" for name in _CHOOSE_NETWORKS if environ.get(name)]
+    return ", ".join(filter(None, [library_version, layer, card, *told]))
 
 
 def short_version(text: str) -> str:

@@ -65,7 +65,7 @@ class TcpWorld:
         self.local_rank: int = launch.local_rank or 0
         self.local_size: int = launch.local_size or 1
         self.host = host
-        self.network = "TCP"
+        self.network, self.messages = "TCP", ""
         self.trusted = trusted or self.size == 1
         self.library_version = "none" if joined_by is None else joined_by.library_version
         self._joined_by = joined_by

@@ -69,6 +69,10 @@ class World(Protocol):
     def network(self) -> str:
         """What carries the data between ranks, and why, for the log."""
 
+    @property
+    def messages(self) -> str:
+        """Where MPI carries the data: which MPI, by what, as it was told. "" otherwise."""
+
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks; None with one rank. Collective."""
 
@@ -103,6 +107,7 @@ class SingleWorld:
     local_size = 1
     trusted = True
     library_version = network = "none"
+    messages = ""
 
     def __init__(self) -> None:
         self.host = socket.gethostname()

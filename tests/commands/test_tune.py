@@ -44,7 +44,8 @@ def test_a_job_uses_the_file_of_its_cluster_and_no_other(tmp_path: Path) -> None
     tuned = tune("-np", "3", "-o", str(file))
     assert tuned.returncode == 0, tuned.describe()
     found = Tuning.read(file)
-    assert (found.ranks, found.network) == (3, "MPI on one host")
+    assert found.ranks == 3
+    assert re.fullmatch(r"MPI \(.+\) on one host", found.network)
     assert sent()
     ring = {8000: {"ring": 1e-5}}
     Tuning(3, found.network, ring).write(file)
@@ -54,7 +55,7 @@ def test_a_job_uses_the_file_of_its_cluster_and_no_other(tmp_path: Path) -> None
     by_model = sent(told)
     assert by_model != by_ring, "doubling is for small arrays, and sends more"
     Tuning(3, "TCP", ring).write(file)
-    told = f"hvpipe: HVPIPE_ALL_REDUCE={file} is not used: it is of TCP. Received: MPI on one host"
+    told = f"hvpipe: HVPIPE_ALL_REDUCE={file} is not used: it is of TCP. Received: {found.network}"
     assert sent(told) == by_model
     file.write_text("")
     done = job()

@@ -92,7 +92,15 @@ def test_a_json_file_may_name_the_algorithms() -> None:
         ("HVPIPE_SHARED_MEMORY", "yes", "0 or 1"),
         *(
             ("HVPIPE_ALL_REDUCE", text, "one of doubling, halving, ring, mpi, several")
-            for text in ("fast", "ring:9", "ring,doubling", "halving:9,doubling:8,ring", "ring:x,ring", ",")
+            for text in (
+                "fast",
+                "ring:9",
+                f"doubling:{1 << 64},ring",
+                "ring,doubling",
+                "halving:9,doubling:8,ring",
+                "ring:x,ring",
+                ",",
+            )
         ),
         ("HVPIPE_VERIFY", "0", "a positive number of steps"),
         ("HVPIPE_NONFINITE", "stop", "raise, skip or ignore"),

@@ -61,4 +61,5 @@ def test_what_is_wrong_in_a_file_is_named(change: dict[str, object], said: str) 
 
 def test_a_network_is_another_one_within_a_host() -> None:
     because = "MPI, because a host has several ranks"
-    assert [carrier(because, 2), carrier(because, 1), carrier("TCP", 2)] == ["MPI", "MPI on one host", "TCP"]
+    assert [carrier(because, "", 2), carrier(because, "", 1)] == ["MPI", "MPI on one host"]
+    assert [carrier("TCP", "", 2), carrier("MPI", "Open MPI, ucx", 2)] == ["TCP", "MPI (Open MPI, ucx)"]

@@ -14,17 +14,17 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions
 from hvpipe.keras.data_parallel.gradient_compressors import (
-    BucketFactors,
     PowerSgdCompressor,
     int8_compressor,
+    next_factors,
 )
 from hvpipe.keras.data_parallel.same_bits import same_bits
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.plan.buckets import BucketPlan
 from hvpipe.plan.compression import (
     MOST_RANKS,
-    FactoredBucket,
     Int8,
+    Matrix,
     PhasedBucket,
     PowerSgd,
     Shape,
@@ -79,8 +79,8 @@ class _Int8Bucket:
 
     Attributes:
         errors: By member: what the bytes have left out so far, on this rank.
-        kept: By member: the scales of the bytes that are under way, or a sum that travelled whole in the first
-            phase; equal on all ranks.
+        kept: By member: the scales of the bytes that are under way, or a sum that travelled whole in the
+            first phase; equal on all ranks.
     """
 
     def __init__(self, phased: PhasedBucket, shapes: Sequence[Shape], ranks: int) -> None:
@@ -168,7 +168,7 @@ class Int8Reducer(BucketReducer):
         return [reduced[member] for member in range(len(reduced))]
 
 
-# --- PowerSGD: a factor a step --------------------------------------------------------------------------
+# --- PowerSGD: two factors in one bucket ----------------------------------------------------------------
 
 
 class _FactoredBucket:
@@ -176,102 +176,114 @@ class _FactoredBucket:
 
     Attributes:
         errors: By member: what the factors have left out so far, on this rank.
-        lefts: By member: P of its last step, orthogonal; equal on all ranks.
-        rights: By member: Q, likewise.
-        turn: How many steps have been collected (int64 scalar); equal on all ranks.
+        lefts: By member: X of PowerSgdCompressor; equal on all ranks.
+        rights: By member: Y, likewise.
     """
 
     def __init__(
-        self, factored: FactoredBucket, shapes: Sequence[Shape], places: Sequence[int], width: int
+        self, matrices: Mapping[int, Matrix], shapes: Sequence[Shape], places: Sequence[int], width: int
     ) -> None:
-        compressors = {
-            member: PowerSgdCompressor(shapes[member], matrix, width, seed=places[member])
-            for member, matrix in factored.matrices.items()
-        }
-        self.errors = {member: _variable(tf.zeros(shapes[member])) for member in compressors}
+        compressors = [
+            PowerSgdCompressor(shapes[m], matrix, width, places[m]) for m, matrix in matrices.items()
+        ]
+        self.errors = {member: _variable(tf.zeros(shapes[member])) for member in matrices}
         with on_the_host():
-            starts = {member: compressor.start() for member, compressor in compressors.items()}
+            starts = dict(zip(matrices, (each.start() for each in compressors), strict=True))
             self.lefts = {member: _variable(left) for member, (left, _) in starts.items()}
             self.rights = {member: _variable(right) for member, (_, right) in starts.items()}
-            self.turn = _variable(0, tf.int64)
-        functions = BucketFactors(factored, [*compressors.values()])
-        self.first = same_bits(functions.first)
-        self.decoded = same_bits(functions.decoded)
-        self.factors = same_bits(functions.factors)
+
+        def first(share: Any, *of_members: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            found = [
+                compressor.first(gradient, share, *kept)
+                for compressor, gradient, *kept in zip(compressors, *of_members, strict=True)
+            ]
+            return [factor for p, q, _ in found for factor in (p, q)], [error for _, _, error in found]
+
+        def decoded(factors: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) -> list[Any]:
+            each = zip(compressors, factors[::2], factors[1::2], lefts, rights, strict=True)
+            return [compressor.decoded(*four) for compressor, *four in each]
+
+        def following(
+            factors: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            with on_the_host():
+                return list(map(next_factors, factors[::2], lefts)), list(
+                    map(next_factors, factors[1::2], rights)
+                )
+
+        self.first, self.decoded, self.following = map(same_bits, (first, decoded, following))
 
 
 class FactorReducer(BucketReducer):
-    """Reduces the gradients of one list of variables as one factor each, with error feedback.
+    """Reduces the gradients of one list of variables as factors, with error feedback.
 
-        submit    factor | sum over ranks ....
-        collect                           .... | decoded | update
-                                               | factor of the next step
+        submit    factors | sum over ranks ....
+        collect                            .... | decoded | update
+                                                | factors of the next step
 
     For the arguments see BucketReducer.
     """
 
     def __init__(self, session: Session, name: str, variables: Sequence[Any], options: ReduceOptions) -> None:
-        self._factored: tuple[FactoredBucket, ...]
+        self._sent: BucketPlan
+        self._factored: tuple[dict[int, Matrix], ...]
         super().__init__(session, name, variables, options)
         assert isinstance(self._compression, PowerSgd)
-        width = self._compression.rank
+        self._width = self._compression.rank
         with tf.init_scope():
             self._buckets = [
-                _FactoredBucket(factored, self._shapes(number), self.plan.buckets[number].members, width)
-                for number, factored in enumerate(self._factored)
+                _FactoredBucket(matrices, self._shapes(number), bucket.members, self._width)
+                for number, (bucket, matrices) in enumerate(
+                    zip(self.plan.buckets, self._factored, strict=True)
+                )
             ]
 
     def _plan_to_send(self) -> BucketPlan:
         assert isinstance(self._compression, PowerSgd)
-        sent, self._factored = in_factors(self.plan, self._gradients, self._compression)
-        return sent
+        self._sent, self._factored = in_factors(self.plan, self._gradients, self._compression)
+        return self._sent
 
     def state(self) -> dict[str, Any]:
-        """Return the errors, the factors and the turn, by the places of their variables."""
-        found: dict[str, Any] = {}
-        for bucket, kept in zip(self.plan.buckets, self._buckets, strict=True):
-            for member, place in enumerate(bucket.members):
-                if member in kept.errors:
-                    found[f"error/{place}"], found[f"turn/{place}"] = kept.errors[member], kept.turn
-                    found[f"left/{place}"], found[f"right/{place}"] = kept.lefts[member], kept.rights[member]
-        return found
+        """Return the errors and the factors, by the places of their variables."""
+        return {
+            f"{name}/{bucket.members[member]}": variable
+            for bucket, kept in zip(self.plan.buckets, self._buckets, strict=True)
+            for name, variables in (("error", kept.errors), ("left", kept.lefts), ("right", kept.rights))
+            for member, variable in variables.items()
+        }
 
     def _send(self, number: int, share: Any, tensors: Sequence[Any]) -> Any:
-        factored, bucket = self._factored[number], self._buckets[number]
-        if not factored.matrices:
+        matrices, bucket = self._factored[number], self._buckets[number]
+        if not matrices:
             return self._submit(number, share, tensors)
         factor = tf.cast(share, tf.float32)
-        buffer, errors = bucket.first(
-            bucket.turn.read_value(),
-            factor,
-            [tensors[member] for member in factored.matrices],
-            *map(_read, (bucket.errors, bucket.lefts, bucket.rights)),
-        )
+        gradients = [tensors[member] for member in matrices]
+        kept = map(_read, (bucket.errors, bucket.lefts, bucket.rights))
+        factors, errors = bucket.first(factor, gradients, *kept)
         _assign(bucket.errors, errors)
-        whole = [tensor * factor for m, tensor in enumerate(tensors) if m not in factored.matrices]
-        return self._submit(number, tf.ones_like(share), [buffer, *whole])
+        whole = [tensor * factor for member, tensor in enumerate(tensors) if member not in matrices]
+        return self._submit(number, tf.ones_like(share), [*factors, *whole])
 
     def collect(self, number: int, token: Any) -> list[Any]:
         """Return the reduced gradients of bucket `number`, in the order of its members."""
-        factored, bucket, shapes = self._factored[number], self._buckets[number], self._shapes(number)
-        if not factored.matrices:
+        matrices, bucket, shapes = self._factored[number], self._buckets[number], self._shapes(number)
+        if not matrices:
             return super().collect(number, token)
-        whole = [member for member in range(len(shapes)) if member not in factored.matrices]
-        sent = [(factored.numbers,), *(shapes[member] for member in whole)]
-        buffer, *sums = self._collect(number, token, sent, "float32")
-        known = bucket.turn.read_value(), buffer, _read(bucket.lefts), _read(bucket.rights)
+        factors = [(length, self._width) for matrix in matrices.values() for length in matrix]
+        whole = [member for member in range(len(shapes)) if member not in matrices]
+        sums = self._collect(number, token, [*factors, *(shapes[member] for member in whole)], "float32")
+        known = sums[: len(factors)], _read(bucket.lefts), _read(bucket.rights)
         gradients = bucket.decoded(*known)
-        lefts, rights = bucket.factors(*known)
-        _assign(bucket.lefts, lefts)
-        _assign(bucket.rights, rights)
-        with on_the_host():
-            bucket.turn.assign_add(1)
-        reduced = dict(zip(whole, sums, strict=True)) | dict(zip(factored.matrices, gradients, strict=True))
+        for variables, values in zip((bucket.lefts, bucket.rights), bucket.following(*known), strict=True):
+            _assign(variables, values)
+        reduced = dict(zip(whole, sums[len(factors) :], strict=True)) | dict(
+            zip(matrices, gradients, strict=True)
+        )
         return [reduced[member] for member in range(len(reduced))]
 
 
-def _variable(value: Any, dtype: Any = tf.float32) -> Any:
-    return tf.Variable(value, dtype=dtype, trainable=False, name="hvpipe_compression")
+def _variable(value: Any) -> Any:
+    return tf.Variable(value, dtype=tf.float32, trainable=False, name="hvpipe_compression")
 
 
 def _read(variables: Mapping[int, Any]) -> list[Any]:

@@ -4,9 +4,9 @@ int8        gradient + error --first--> maxima --sum over ranks--> second --> by
                                                                      |
                                                                   new error
 
-powersgd    gradient + error --first--> a factor --sum over ranks--> decoded
-                               |                                        |
-                            new error                         factor of the next step
+powersgd    gradient + error --first--> factors --sum over ranks--> decoded
+                               |                                       |
+                            new error                      factors of the next step
 
 Everything here is a pure function of tensors.
 """
@@ -14,15 +14,14 @@ Everything here is a pure function of tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvpipe.keras.gpu import has_gpu, on_the_host
+from hvpipe.keras.gpu import has_gpu
 from hvpipe.keras.ops import library
-from hvpipe.plan.compression import BLOCK, FactoredBucket, Shape
+from hvpipe.plan.compression import BLOCK, Matrix, Shape
 
 _LARGEST = 127.0
 _SMALLEST_SCALE = 1e-37
@@ -32,136 +31,66 @@ _SMALLEST_SCALE = 1e-37
 
 
 class PowerSgdCompressor:
-    """A matrix M becomes P = M Q in one step, with an orthogonal Q, and Q = M^T P in the next.
+    """A matrix M becomes P = M Y and Q = M^T X, with orthogonal X and Y of R columns, equal on all ranks.
 
-    The sum of P over ranks, times Q^T, is the reduced gradient; made orthogonal, it is the P of the next step.
-    This is ACP-SGD: Zhang, Zhang, Shi, Chu and Li, Evaluation and Optimization of Gradient Compression for
-    Distributed Deep Learning, ICDCS 2023. Two steps do what one does in PowerSGD: Vogels, Karimireddy and
-    Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019.
+    The reduced gradient is all of M's sum that X or Y reach, from the sums of P and Q:
+
+        X X^T M + M Y Y^T - X X^T M Y Y^T = X (Q - Y P^T X)^T + P Y^T
+
+    Made orthogonal, these sums are X and Y of the next step, so both follow the gradients by power iteration.
+    The idea of PowerSGD (Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization, NeurIPS 2019) needs a second all-reduce, because its Q waits for the sum of P.
 
     Args:
         shape: Of the gradient.
         matrix: Its rows and columns.
-        width: The rank of the factors.
-        seed: Of the first factors.
+        width: R, the rank of the factors.
+        seed: Of the first X and Y.
     """
 
-    def __init__(self, shape: Shape, matrix: tuple[int, int], width: int, seed: int) -> None:
+    def __init__(self, shape: Shape, matrix: Matrix, width: int, seed: int) -> None:
         self._shape, self._matrix, self._width, self._seed = shape, matrix, width, seed
 
     def start(self) -> tuple[Any, Any]:
-        """Return orthogonal P (rows x width) and Q (columns x width), random and equal on all ranks."""
+        """Return the first X (rows x R) and Y (columns x R): random, and equal on all ranks."""
         random = np.random.default_rng(self._seed)
         left, right = (random.normal(size=(length, self._width)) for length in self._matrix)
-        return tuple(np.linalg.qr(each)[0].astype(np.float32) for each in (left, right))
+        return _orthogonal(left), _orthogonal(right)
 
-    def part_shape(self, sends_left: bool) -> Shape:
-        """Return the shape of what a step sends."""
-        return self._matrix[0 if sends_left else 1], self._width
+    def first(self, gradient: Any, share: Any, error: Any, left: Any, right: Any) -> tuple[Any, Any, Any]:
+        """Return this rank's P and Q, and what they leave out.
 
-    def first(self, sends_left: bool, given: Any, left: Any, right: Any) -> tuple[Any, Any]:
-        """Return this rank's factor, and what it leaves out of `given`: 0 if the factor is not finite."""
-        matrix = tf.reshape(given, self._matrix)
-        if sends_left:
-            mine = tf.linalg.matmul(matrix, right)
-            sent = tf.linalg.matmul(mine, right, transpose_b=True)
-        else:
-            mine = tf.linalg.matmul(matrix, left, transpose_a=True)
-            sent = tf.linalg.matmul(left, mine, transpose_b=True)
-        finite = tf.reduce_all(tf.math.is_finite(mine))
-        return mine, _error_if(finite, tf.reshape(matrix - sent, self._shape))
+        That is 0 if they are not finite: it must not stay so.
+        """
+        matrix = tf.reshape(gradient * share + error, self._matrix)
+        p, q = tf.linalg.matmul(matrix, right), tf.linalg.matmul(matrix, left, transpose_a=True)
+        finite = tf.reduce_all(tf.math.is_finite(p)) & tf.reduce_all(tf.math.is_finite(q))
+        error = tf.cond(
+            finite,
+            lambda: matrix - self._product(p, q, left, right),
+            lambda: tf.zeros_like(matrix),
+        )
+        return p, q, tf.reshape(error, self._shape)
 
-    def decoded(self, sends_left: bool, total: Any, left: Any, right: Any) -> Any:
-        """Return the reduced gradient."""
-        left, right = (total, right) if sends_left else (left, total)
-        return tf.reshape(tf.linalg.matmul(left, right, transpose_b=True), self._shape)
+    def decoded(self, p: Any, q: Any, left: Any, right: Any) -> Any:
+        """Return the reduced gradient from the sums of P and Q."""
+        return tf.reshape(self._product(p, q, left, right), self._shape)
 
-    def factors(self, sends_left: bool, total: Any, left: Any, right: Any) -> tuple[Any, Any]:
-        """Return P and Q for the next step. A sum that is not finite, or 0, changes nothing."""
-        norm = tf.norm(total)
-        usable = tf.math.is_finite(norm) & (norm > 0.0)
-        before = left if sends_left else right
-        # By Householder reflections: always orthogonal, even where columns depend on each other.
-        after = tf.cond(usable, lambda: tf.linalg.qr(total)[0], lambda: tf.identity(before))
-        return (after, right) if sends_left else (left, after)
+    def _product(self, p: Any, q: Any, left: Any, right: Any) -> Any:
+        both = tf.linalg.matmul(p, left, transpose_a=True)  # P^T X
+        rest = q - tf.linalg.matmul(right, both)
+        return tf.linalg.matmul(tf.concat([p, left], 1), tf.concat([right, rest], 1), transpose_b=True)
 
 
-class BucketFactors:
-    """The functions of `PowerSgdCompressor` for all matrices of a bucket, in a step with the number `turn`.
+def next_factors(total: Any, before: Any) -> Any:
+    """Return X or Y of the next step from the sum of P or Q; as before if that is not finite, or 0."""
+    norm = tf.norm(total)
+    # By Householder reflections: always orthogonal, even where columns depend on each other.
+    return tf.where(tf.math.is_finite(norm) & (norm > 0.0), tf.linalg.qr(total)[0], before)
 
-    Args:
-        factored: What travels.
-        compressors: By member of `factored.matrices`, in its order.
-    """
 
-    def __init__(self, factored: FactoredBucket, compressors: Sequence[PowerSgdCompressor]) -> None:
-        self._factored = factored
-        self._compressors = dict(zip(factored.matrices, compressors, strict=True))
-
-    def first(
-        self,
-        turn: Any,
-        share: Any,
-        gradients: Sequence[Any],
-        errors: Sequence[Any],
-        lefts: Sequence[Any],
-        rights: Sequence[Any],
-    ) -> tuple[Any, list[Any]]:
-        """Return the buffer that this rank sends, and the new errors."""
-        given = [gradient * share + error for gradient, error in zip(gradients, errors, strict=True)]
-
-        def of_turn(sends: Sequence[bool]) -> tuple[Any, list[Any]]:
-            found = [
-                each.first(*four) for each, four in self._each(zip(sends, given, lefts, rights, strict=True))
-            ]
-            flat = tf.concat([tf.reshape(part, [-1]) for part, _ in found], axis=0)
-            return tf.pad(flat, [[0, self._factored.numbers - flat.shape[0]]]), [error for _, error in found]
-
-        return self._in_turn(turn, of_turn)
-
-    def decoded(self, turn: Any, buffer: Any, lefts: Sequence[Any], rights: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients from the sum of all ranks' buffers."""
-
-        def of_turn(sends: Sequence[bool]) -> list[Any]:
-            totals = self._totals(buffer, sends)
-            return [
-                each.decoded(*four)
-                for each, four in self._each(zip(sends, totals, lefts, rights, strict=True))
-            ]
-
-        return self._in_turn(turn, of_turn)
-
-    def factors(
-        self, turn: Any, buffer: Any, lefts: Sequence[Any], rights: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return all P and all Q for the next step."""
-
-        def of_turn(sends: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-            totals = self._totals(buffer, sends)
-            found = [
-                each.factors(*four)
-                for each, four in self._each(zip(sends, totals, lefts, rights, strict=True))
-            ]
-            return [left for left, _ in found], [right for _, right in found]
-
-        with on_the_host():
-            return self._in_turn(turn, of_turn)
-
-    def _each(self, arguments: Any) -> Any:
-        return zip(self._compressors.values(), arguments, strict=True)
-
-    def _in_turn(self, turn: Any, function: Any) -> Any:
-        """Return `function(whether each member sends P)` of an even or an odd turn."""
-        even, odd = ([self._factored.sends_left(m, turn) for m in self._compressors] for turn in (0, 1))
-        with on_the_host():
-            is_even = turn % 2 == 0
-        return tf.cond(is_even, lambda: function(even), lambda: function(odd))
-
-    def _totals(self, buffer: Any, sends: Sequence[bool]) -> list[Any]:
-        shapes = [each.part_shape(left) for each, left in zip(self._compressors.values(), sends, strict=True)]
-        counts = list(map(math.prod, shapes))
-        pieces = tf.split(buffer, [*counts, self._factored.numbers - sum(counts)])
-        return [tf.reshape(piece, shape) for piece, shape in zip(pieces[:-1], shapes, strict=True)]
+def _orthogonal(matrix: Any) -> Any:
+    return np.linalg.qr(matrix)[0].astype(np.float32)
 
 
 # --- int8 -----------------------------------------------------------------------------------------------

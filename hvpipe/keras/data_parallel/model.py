@@ -131,7 +131,7 @@ def data_parallel(
         outer_momentum: With "local": the Nesterov momentum of that step, from 0 to below 1.
         compression: What float32 gradients are sent as. None: float32. "bf16" or "fp16": this type. "int8": a
             byte, with a scale for each 256 numbers, on up to 63 ranks. "powersgd:R": matrices as factors of
-            rank R, one a step (Zhang et al., ICDCS 2023). The last two give other results: what a rank leaves
+            rank R (after Vogels et al., NeurIPS 2019). The last two give other results: what a rank leaves
             out of a step's sum, it adds to its next gradient.
         bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB (by
             NCCL 25 MiB), or an eighth of the gradients if that is less (at least 64 KiB).

@@ -52,6 +52,22 @@ def test_the_target_follows_exact_training_and_a_miss_in_one_round_counts_as_a_m
     assert [(line[0], line[5]) for line in shown] == [("hvpipe-step", "1.00x"), ("horovod-tuned", "2.00x")]
 
 
+def test_each_seed_has_a_target_of_its_own() -> None:
+    lasts = {"hvpipe-step": (0.9, 0.8), "hvpipe-int8": (0.9, 0.79), "hvpipe-bf16": (0.8, 0.9)}
+    rounds = [
+        trained(system, 1.0, [0.1, 0.2, last], number)
+        for system, of_seeds in lasts.items()
+        for number, last in enumerate(of_seeds)
+    ]
+    ((target, learned),) = learning(outcome(*rounds)).values()
+    assert target == pytest.approx(SHARE * 0.85)
+    assert {each.system: each.reaches for each in learned} == {
+        "hvpipe-step": True,
+        "hvpipe-int8": True,
+        "hvpipe-bf16": False,
+    }
+
+
 def test_without_exact_training_there_is_no_target() -> None:
     assert learning(outcome(trained("hvpipe-stale", 1.0, [0.5, 0.9, 0.9]))) == {}
 

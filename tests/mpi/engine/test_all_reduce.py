@@ -162,6 +162,17 @@ def test_wrong_arguments_are_named_and_harm_nothing(arguments: dict[str, Any], r
     assert hvpipe.allreduce(np.float32(1), op="sum") == hvpipe.size()
 
 
+def test_an_output_that_overlaps_the_array_is_refused() -> None:
+    """The algorithms write parts of the result before they have read all of the array."""
+    memory = np.arange(9, dtype=np.float32)
+    for array, out in ((memory[:-1], memory[1:]), (memory[1:], memory[:-1])):
+        with pytest.raises(HvpipeError, match="Received: an array that overlaps the one to reduce"):
+            hvpipe.allreduce(array, out=out)
+    halves = memory[:4], memory[4:8]
+    hvpipe.allreduce(halves[0], op="sum", out=halves[1])
+    assert memory[4:].tolist() == [0, hvpipe.size(), 2 * hvpipe.size(), 3 * hvpipe.size(), 8]
+
+
 def test_a_read_only_output_is_refused() -> None:
     out = np.zeros(4, np.float32)
     out.flags.writeable = False

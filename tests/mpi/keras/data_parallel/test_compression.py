@@ -59,28 +59,23 @@ def gradients_of(step: int, rank: int) -> list[Array]:
 
 
 class PowerSgdReference:
-    """A factor of one matrix a step on all ranks, in float64."""
+    """The factors of one matrix on all ranks, in float64."""
 
-    def __init__(self, matrix: tuple[int, int], rank: int, place: int, sends_left: bool) -> None:
+    def __init__(self, matrix: tuple[int, int], rank: int, place: int) -> None:
         self.errors = [np.zeros(matrix) for _ in range(hvpipe.size())]
         random = np.random.default_rng(place)
-        self.p, self.q = (np.linalg.qr(random.normal(size=(length, rank)))[0] for length in matrix)
-        self.matrix, self.sends_left = matrix, sends_left
+        self.x, self.y = (np.linalg.qr(random.normal(size=(length, rank)))[0] for length in matrix)
+        self.matrix = matrix
 
     def mean(self, gradients: list[Array]) -> Array:
         shares = [gradient.reshape(self.matrix) / len(gradients) for gradient in gradients]
         given = [share + error for share, error in zip(shares, self.errors, strict=True)]
-        p, q = self.p, self.q
-        if self.sends_left:
-            self.errors = [matrix - matrix @ q @ q.T for matrix in given]
-            total = sum(given) @ q
-            self.p, found = np.linalg.qr(total)[0], total @ q.T
-        else:
-            self.errors = [matrix - p @ p.T @ matrix for matrix in given]
-            total = sum(given).T @ p
-            self.q, found = np.linalg.qr(total)[0], p @ total.T
-        self.sends_left = not self.sends_left
-        return found.reshape(gradients[0].shape)
+        by_x, by_y = self.x @ self.x.T, self.y @ self.y.T
+        # What neither X nor Y reaches.
+        self.errors = [m - by_x @ m - m @ by_y + by_x @ m @ by_y for m in given]
+        total = sum(given)
+        self.x, self.y = np.linalg.qr(total @ self.y)[0], np.linalg.qr(total.T @ self.x)[0]
+        return (total - sum(self.errors)).reshape(gradients[0].shape)
 
 
 class Int8Reference:
@@ -117,13 +112,10 @@ def references(code: str) -> list[Any]:
     if code == "int8":
         counts = [int(np.prod(shape)) for shape in SHAPES]
         return [Int8Reference(count) if count > MOST_WHOLE else WholeReference() for count in counts]
-    # Grouped so that P and Q are smallest; the last two would not be smaller. The first has a bucket of its
-    # own. In the other bucket the fourth sends its larger factor, Q, while the second sends its smaller one.
+    # Grouped so that P and Q are smallest; the last two would not be smaller.
     matrices = {0: (40, 120), 1: (9, 32), 3: (30, 150)}
     return [
-        PowerSgdReference(matrices[place], 2, place, sends_left=place == 1)
-        if place in matrices
-        else WholeReference()
+        PowerSgdReference(matrices[place], 2, place) if place in matrices else WholeReference()
         for place in range(len(SHAPES))
     ]
 
@@ -132,7 +124,7 @@ def references(code: str) -> list[Any]:
 @several_ranks
 @pytest.mark.parametrize(("code", "compile_step"), [("powersgd:2", True), ("int8", False)])
 def test_sums_are_numpys(code: str, compile_step: bool) -> None:
-    """After several steps, too: errors, factors and their turns are those of the reference."""
+    """After several steps, too: errors and factors are those of the reference."""
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
     expected = references(code)
 
