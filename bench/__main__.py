@@ -26,7 +26,7 @@ from bench.evaluation.software import describe_software
 from bench.evaluation.suite import Suite, add_task_arguments, read_suite, suite_names, suite_of_options
 from bench.hosts.rank_benchmark import warn_if_busy
 from bench.launch.termination import ended_by_exception
-from bench.report import modes, text
+from bench.report import bars, modes, text
 from bench.report.figures import all_figures
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
@@ -80,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     readme.add_argument("--file", type=Path, default=ROOT / "bench" / "README.md", help="another file")
     for each in (report, advise, readme):
         each.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
+    report.add_argument("--plot", type=Path, metavar="FILE", help="also draw the steps: a .svg or .png file")
     for one in (prints, step, tune_, report, advise):
         one.add_argument("--json", action="store_true", help="print the figures as JSON")
     acts = {run: _run, step: _step, tune_: _tune, report: _report, advise: _advise, readme: _readme}
@@ -201,7 +202,10 @@ def _python(given: str | None) -> str:
 
 
 def _report(options: argparse.Namespace) -> int:
-    return _finish(EvaluationOutcome.read(options.folder), options.json)
+    outcome = EvaluationOutcome.read(options.folder)
+    if options.plot is not None:
+        bars.draw(outcome, options.plot)
+    return _finish(outcome, options.json)
 
 
 def _finish(outcome: EvaluationOutcome, as_json: bool) -> int:

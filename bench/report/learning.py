@@ -52,7 +52,7 @@ class Learned:
 def learning(outcome: EvaluationOutcome) -> dict[str, tuple[float, list[Learned]]]:
     """Return by group the accuracy to reach and what each system learned, the fastest first.
 
-    Each seed has a target of its own, of which this is the median. It counts for seeds that no exact system ran.
+    Each seed has a target of its own. This is their median, and the target of seeds without exact training.
     """
     groups: dict[str, dict[str, list[Round]]] = {}
     for each in outcome.rounds:
