@@ -41,9 +41,7 @@ class CaseFigures:
     rounds_step_s: Mapping[int, float]  # the median step of each round, by its number
     rounds_wall_s: Mapping[int, float]  # the same of wall_s
     uneven: bool = False
-    alone_s: float | None = (
-        None  # the same computing alone, in this group; a drained mean if this step is one
-    )
+    alone_s: float | None = None  # the same computing alone; a drained mean if this step is one
     links_s: float | None = None  # the gradients' time on the slowest link
     bound_s: float | None = None  # the largest of alone_s, links_s and the step beside plain TCP
 
@@ -56,11 +54,6 @@ class CaseFigures:
     def cpu_s(self) -> float:
         """The seconds of CPU time that a step takes of a rank, in the mean."""
         return statistics.fmean(self.cores) * self.wall_s
-
-    @property
-    def against_one_host(self) -> float | None:
-        """The throughput of all ranks over that of one rank that computes alone on its host."""
-        return None if self.efficiency is None else self.efficiency * self.case.ranks
 
     @property
     def efficiency(self) -> float | None:

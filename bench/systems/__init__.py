@@ -114,7 +114,7 @@ _ALL = (
     _hvpipe("stale", "stale", {"overlap": "stale"}, exact=False),
     *(
         _hvpipe(name, f"step, {compression}", {"overlap": "step", "compression": compression}, exact=False)
-        for name, compression in (("bf16", "bf16"), ("int8", "int8"), ("powersgd", "powersgd:4"))
+        for name, compression in (("bf16", "bf16"), ("int8", "int8"), ("powersgd", "powersgd:8"))
     ),
     _hvpipe(
         "local",

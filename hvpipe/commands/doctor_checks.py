@@ -193,7 +193,7 @@ def _messages(library: str, environ: Mapping[str, str]) -> Finding:
         told = environ.get("OMPI_MCA_btl")
         found += f", as OMPI_MCA_btl={told} says" if told else ", over memory and TCP"
     card = fast_network()
-    if card and layer == "ob1":
+    if card and layer == "ob1" and environ.get("HVPIPE_BACKEND") != "tcp":
         advice = (
             f"to use {card}, Open MPI needs a UCX that was built with --enable-mt (ucx_info -v); if it is a "
             "card for Ethernet, set HVPIPE_BACKEND=tcp"
@@ -264,16 +264,16 @@ def _shared_memory() -> Finding:
 
 def _network(environ: Mapping[str, str]) -> Finding:
     """Report what carries data to other hosts, as far as one host tells."""
-    card = fast_network()
-    if card:
+    card, asked = fast_network(), environ.get("HVPIPE_BACKEND")
+    if asked == "mpi":
+        return Finding("network", "ok", "MPI carries the data between hosts, as HVPIPE_BACKEND=mpi says")
+    if card and asked != "tcp":
         return Finding("network", "ok", f"{card}: MPI carries the data between hosts")
     found = usable(interfaces(), tcp_interfaces(environ.get("HVPIPE_NET", ""), environ))
     if not found:
         advice = "for jobs on several hosts, name one of this host's: hvpipe run --net eth0, or HVPIPE_NET"
         return Finding("network", "absent", "no address at which other hosts reach this one", advice)
     listed = ", ".join(f"{each.name} ({each.address})" for each in found)
-    if environ.get("HVPIPE_BACKEND") == "mpi":
-        return Finding("network", "ok", f"{listed}: MPI carries the data, as HVPIPE_BACKEND=mpi says")
     return Finding("network", "ok", f"{listed}: TCP carries the data between hosts of one rank each")
 
 

@@ -23,7 +23,7 @@ LrScaling = Literal["none", "linear", "sqrt"]
 LR_SCALINGS: tuple[LrScaling, ...] = ("none", "linear", "sqrt")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SHUTDOWN_S = 3600.0
-_DIGITS = 19  # of a size in bytes: fewer, so that it fits into 64 bits
+_DIGITS = 19  # a whole number has fewer, so that it fits into 64 bits
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -327,7 +327,7 @@ def _number(env: Mapping[str, str], name: str, unit: str, default: int) -> int:
     if not text:
         return default
     try:
-        value = int(text)
+        value = int(text) if len(text) < _DIGITS else 0
     except ValueError:
         value = 0
     if value < 1:

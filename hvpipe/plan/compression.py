@@ -1,6 +1,6 @@
 """Compressed gradients: what the names stand for, and the buckets in which they travel.
 
-"powersgd:4"    the factors P and Q of every matrix of gradients
+"powersgd:4"    the factors P, Q and S of every matrix of gradients
 "int8"          first the maximum of every block, and small gradients whole; then a byte for every number
 """
 
@@ -41,7 +41,13 @@ class PowerSgd:
         """
         ways = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
         rows, columns = min(ways, key=sum, default=(0, 0))
-        return (rows, columns) if (rows + columns) * self.rank < rows * columns else None
+        numbers = sum(map(math.prod, self.factors((rows, columns))))
+        return (rows, columns) if numbers < rows * columns else None
+
+    def factors(self, matrix: Matrix) -> tuple[Shape, Shape, Shape]:
+        """Return the shapes of P, Q and S."""
+        rows, columns = matrix
+        return (rows, self.rank), (columns, self.rank), (self.rank, self.rank)
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,8 @@ def in_factors(
 ) -> tuple[BucketPlan, tuple[dict[int, Matrix], ...]]:
     """Return the buckets that are sent, and for each the rows and columns of members that travel as factors.
 
-    A bucket has P and Q of each of these members, then the other members whole. Only float32 is compressed,
-    and no table that sends rows.
+    A bucket has the factors of each of these members, then the other members whole. Only float32 is
+    compressed, and no table that sends rows.
 
     Args:
         plan: The buckets of gradients, which are updated together.
@@ -107,12 +113,11 @@ def in_factors(
     """
     sent, factored = [], []
     for bucket in plan.buckets:
-        matrices = {
-            member: matrix
-            for member, place in enumerate(bucket.members)
-            if _compressible(bucket) and (matrix := compression.matrix(gradients[place].shape)) is not None
-        }
-        factors = [length * compression.rank for matrix in matrices.values() for length in matrix]
+        matrices: dict[int, Matrix] = {}
+        if _compressible(bucket):
+            found = {m: compression.matrix(gradients[place].shape) for m, place in enumerate(bucket.members)}
+            matrices = {member: matrix for member, matrix in found.items() if matrix is not None}
+        factors = [math.prod(shape) for matrix in matrices.values() for shape in compression.factors(matrix)]
         whole = [count for member, count in enumerate(bucket.counts) if member not in matrices]
         sent.append(replace(bucket, counts=(*factors, *whole)))
         factored.append(matrices)

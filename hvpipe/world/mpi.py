@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -34,10 +35,19 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CHOOSE_NETWORKS = (
-    *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER"),
+    *(
+        "OMPI_MCA_pml",
+        "OMPI_MCA_btl",
+        "OMPI_MCA_mtl",
+        "OMPI_MCA_btl_tcp_if_include",
+        "UCX_TLS",
+        "UCX_NET_DEVICES",
+        "FI_PROVIDER",
+    ),
     *("I_MPI_FABRICS", "I_MPI_OFI_PROVIDER", "MPIR_CVAR_CH4_NETMOD"),
 )
 """Variables by which users say what carries MPI's messages."""
+_LONGEST_TOLD = 120  # characters of them
 _FAST_SEGMENT_BYTES = 1 << 20  # of memory and of fast networks, where a handshake costs little
 _LONGEST_ABORT_S = 10
 _LEAST_INIT_S = 60.0
@@ -320,9 +330,13 @@ def message_layer() -> str:
 
 def messages_of(library_version: str, environ: Mapping[str, str]) -> str:
     """Return what carries the messages of the running MPI, as far as it tells and was told."""
-    card, layer = fast_network(), message_layer()
+    layer = message_layer()
+    card = "" if layer == "ob1" else fast_network()
     told = [f"{name}={environ[name]}" for name in _CHOOSE_NETWORKS if environ.get(name)]
-    return ", ".join(filter(None, [library_version, layer, card, *told]))
+    text = "".join(c if c.isprintable() else "?" for c in ", ".join(told))
+    if len(text) > _LONGEST_TOLD:
+        text = f"{text[:_LONGEST_TOLD]}... ({zlib.crc32(text.encode(errors='replace')):08x})"
+    return ", ".join(filter(None, [library_version, layer, card, text]))
 
 
 def short_version(text: str) -> str:

@@ -204,11 +204,17 @@ def test_what_carries_the_messages_of_mpi(
     assert (finding.state, finding.found) == (state, found)
 
 
-def test_what_variables_say_is_not_told_otherwise(versions: dict[str, str], tmp_path: Path) -> None:
+def test_what_variables_say_is_not_told_otherwise(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     environ = {"OMPI_MCA_btl": "tcp,self", "HVPIPE_BACKEND": "mpi"}
     found = {f.name: f.found for f in doctor_checks.examine(environ)}
     assert found["MPI's messages"] == "by Open MPI's ob1, as OMPI_MCA_btl=tcp,self says; thread-safe"
-    assert found["network"] == "eth0 (10.0.0.1/24): MPI carries the data, as HVPIPE_BACKEND=mpi says"
+    assert found["network"] == "MPI carries the data between hosts, as HVPIPE_BACKEND=mpi says"
+    monkeypatch.setattr(doctor_checks, "fast_network", lambda: "mlx5_0")
+    found = {f.name: f.found for f in doctor_checks.examine({"HVPIPE_BACKEND": "tcp"})}
+    assert found["network"].startswith("eth0 (10.0.0.1/24): TCP")
+    assert found["MPI's messages"] == "by Open MPI's ob1, over memory and TCP; thread-safe"
     for bad in ({"HVPIPE_ALL_REDUCE": "foo"}, {"HVPIPE_ALL_REDUCE": str(tmp_path / "x.json")}):
         assert problems(bad).keys() == {"settings"}
 

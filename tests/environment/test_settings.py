@@ -89,6 +89,7 @@ def test_a_json_file_may_name_the_algorithms() -> None:
         ("HVPIPE_LIVE", "yes", "0, 1 or the absolute path of a folder"),
         ("HVPIPE_BUCKET_BYTES", "4M", "a positive number of bytes"),
         ("HVPIPE_SEGMENT_BYTES", "-1", "a positive number of bytes"),
+        ("HVPIPE_SEGMENT_BYTES", str(1 << 64), "a positive number of bytes"),
         ("HVPIPE_SHARED_MEMORY", "yes", "0 or 1"),
         *(
             ("HVPIPE_ALL_REDUCE", text, "one of doubling, halving, ring, mpi, several")

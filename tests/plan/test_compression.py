@@ -37,7 +37,7 @@ def test_unknown_names(name: str) -> None:
         ((512, 8, 64), 4, (512, 512)),
         ((8, 64, 512), 4, (512, 512)),
         ((10, 10), 4, (10, 10)),
-        ((10, 10), 5, None),  # as many numbers as the matrix
+        ((10, 10), 5, None),  # more numbers than the matrix
         ((100,), 1, None),
         ((), 1, None),
         ((0, 5), 1, None),
@@ -66,7 +66,7 @@ def test_int8_travels_in_two_phases() -> None:
 def test_powersgd_sends_both_factors_of_each_matrix_in_its_bucket() -> None:
     plan = plan_buckets(MODEL, 1 << 20, table_bytes=1 << 20)
     sent, factored = in_factors(plan, MODEL, PowerSgd(4))
-    assert [bucket.counts for bucket in sent.buckets] == [(4096,), (576 * 4, 128 * 4, 128), (320000,)]
+    assert [bucket.counts for bucket in sent.buckets] == [(4096,), (576 * 4, 128 * 4, 16, 128), (320000,)]
     assert factored == ({}, {1: (576, 128)}, {})
     assert sent.buckets[0] == plan.buckets[0]
     assert sent.buckets[2] == plan.buckets[2]

@@ -9,7 +9,7 @@ optimizers/0.other/5        of other optimizers, for a train_step with several; 
 own/states/1                of recurrent layers with stateful=True
 own/metrics/0               the metrics of the epoch so far
 own/compression/error/3     what compressed gradients have left out so far
-own/compression/memory/3    what the next step compresses by
+own/compression/left/3      X by which the next step compresses ("powersgd:R"), and right/3, Y
 own/counted                 samples since the statistics were averaged
 
 With overlap="local" trainable weights and the optimizer's state are each rank's own, too, and there are:

@@ -193,23 +193,17 @@ class _FactoredBucket:
             self.rights = {member: _variable(right) for member, (_, right) in starts.items()}
 
         def first(share: Any, *of_members: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            found = [
-                compressor.first(gradient, share, *kept)
-                for compressor, gradient, *kept in zip(compressors, *of_members, strict=True)
-            ]
-            return [factor for p, q, _ in found for factor in (p, q)], [error for _, _, error in found]
+            each = zip(compressors, *of_members, strict=True)
+            found = [compressor.first(gradient, share, *kept) for compressor, gradient, *kept in each]
+            return [part for parts, _ in found for part in parts], [error for _, error in found]
 
-        def decoded(factors: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) -> list[Any]:
-            each = zip(compressors, factors[::2], factors[1::2], lefts, rights, strict=True)
-            return [compressor.decoded(*four) for compressor, *four in each]
+        def decoded(parts: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) -> list[Any]:
+            each = zip(compressors, parts[::3], parts[1::3], parts[2::3], lefts, rights, strict=True)
+            return [compressor.decoded(*five) for compressor, *five in each]
 
-        def following(
-            factors: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]
-        ) -> tuple[list[Any], list[Any]]:
+        def following(parts: Sequence[Any], before: Sequence[Any]) -> list[Any]:
             with on_the_host():
-                return list(map(next_factors, factors[::2], lefts)), list(
-                    map(next_factors, factors[1::2], rights)
-                )
+                return list(map(next_factors, parts, before))
 
         self.first, self.decoded, self.following = map(same_bits, (first, decoded, following))
 
@@ -219,20 +213,18 @@ class FactorReducer(BucketReducer):
 
         submit    factors | sum over ranks ....
         collect                            .... | decoded | update
-                                                | factors of the next step
+                                                | X and Y of the next step
 
     For the arguments see BucketReducer.
     """
 
     def __init__(self, session: Session, name: str, variables: Sequence[Any], options: ReduceOptions) -> None:
-        self._sent: BucketPlan
+        self._code: PowerSgd
         self._factored: tuple[dict[int, Matrix], ...]
         super().__init__(session, name, variables, options)
-        assert isinstance(self._compression, PowerSgd)
-        self._width = self._compression.rank
         with tf.init_scope():
             self._buckets = [
-                _FactoredBucket(matrices, self._shapes(number), bucket.members, self._width)
+                _FactoredBucket(matrices, self._shapes(number), bucket.members, self._code.rank)
                 for number, (bucket, matrices) in enumerate(
                     zip(self.plan.buckets, self._factored, strict=True)
                 )
@@ -240,11 +232,12 @@ class FactorReducer(BucketReducer):
 
     def _plan_to_send(self) -> BucketPlan:
         assert isinstance(self._compression, PowerSgd)
-        self._sent, self._factored = in_factors(self.plan, self._gradients, self._compression)
-        return self._sent
+        self._code = self._compression
+        sent, self._factored = in_factors(self.plan, self._gradients, self._code)
+        return sent
 
     def state(self) -> dict[str, Any]:
-        """Return the errors and the factors, by the places of their variables."""
+        """Return the errors, X and Y, by the places of their variables."""
         return {
             f"{name}/{bucket.members[member]}": variable
             for bucket, kept in zip(self.plan.buckets, self._buckets, strict=True)
@@ -257,28 +250,26 @@ class FactorReducer(BucketReducer):
         if not matrices:
             return self._submit(number, share, tensors)
         factor = tf.cast(share, tf.float32)
-        gradients = [tensors[member] for member in matrices]
         kept = map(_read, (bucket.errors, bucket.lefts, bucket.rights))
-        factors, errors = bucket.first(factor, gradients, *kept)
+        parts, errors = bucket.first(factor, [tensors[member] for member in matrices], *kept)
         _assign(bucket.errors, errors)
         whole = [tensor * factor for member, tensor in enumerate(tensors) if member not in matrices]
-        return self._submit(number, tf.ones_like(share), [*factors, *whole])
+        return self._submit(number, tf.ones_like(share), [*parts, *whole])
 
     def collect(self, number: int, token: Any) -> list[Any]:
         """Return the reduced gradients of bucket `number`, in the order of its members."""
         matrices, bucket, shapes = self._factored[number], self._buckets[number], self._shapes(number)
         if not matrices:
             return super().collect(number, token)
-        factors = [(length, self._width) for matrix in matrices.values() for length in matrix]
+        parts = [shape for matrix in matrices.values() for shape in self._code.factors(matrix)]
         whole = [member for member in range(len(shapes)) if member not in matrices]
-        sums = self._collect(number, token, [*factors, *(shapes[member] for member in whole)], "float32")
-        known = sums[: len(factors)], _read(bucket.lefts), _read(bucket.rights)
-        gradients = bucket.decoded(*known)
-        for variables, values in zip((bucket.lefts, bucket.rights), bucket.following(*known), strict=True):
-            _assign(variables, values)
-        reduced = dict(zip(whole, sums[len(factors) :], strict=True)) | dict(
-            zip(matrices, gradients, strict=True)
-        )
+        sums = self._collect(number, token, [*parts, *(shapes[member] for member in whole)], "float32")
+        sums, others = sums[: len(parts)], sums[len(parts) :]
+        lefts, rights = _read(bucket.lefts), _read(bucket.rights)
+        gradients = bucket.decoded(sums, lefts, rights)
+        _assign(bucket.lefts, bucket.following(sums[::3], lefts))
+        _assign(bucket.rights, bucket.following(sums[1::3], rights))
+        reduced = dict(zip(whole, others, strict=True)) | dict(zip(matrices, gradients, strict=True))
         return [reduced[member] for member in range(len(reduced))]
 
 

@@ -31,15 +31,18 @@ _SMALLEST_SCALE = 1e-37
 
 
 class PowerSgdCompressor:
-    """A matrix M becomes P = M Y and Q = M^T X, with orthogonal X and Y of R columns, equal on all ranks.
+    """A matrix M becomes P = M Y, Q = M^T X and S = X^T M Y.
 
-    The reduced gradient is all of M's sum that X or Y reach, from the sums of P and Q:
+    X and Y have R orthonormal columns, equal on all ranks. The reduced gradient is all of M's sum that X or Y
+    reach, from the sums of P, Q and S:
 
-        X X^T M + M Y Y^T - X X^T M Y Y^T = X (Q - Y P^T X)^T + P Y^T
+        X X^T M + M Y Y^T - X X^T M Y Y^T = P Y^T + X (Q - Y S^T)^T
 
-    Made orthogonal, these sums are X and Y of the next step, so both follow the gradients by power iteration.
-    The idea of PowerSGD (Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for
+    Made orthonormal, the sums of P and Q are X and Y of the next step: both follow the gradients by power
+    iteration. PowerSGD (Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for
     Distributed Optimization, NeurIPS 2019) needs a second all-reduce, because its Q waits for the sum of P.
+
+    S could follow from P. But such a sum over rows depends on a rank's number of threads in the last bit.
 
     Args:
         shape: Of the gradient.
@@ -54,32 +57,29 @@ class PowerSgdCompressor:
     def start(self) -> tuple[Any, Any]:
         """Return the first X (rows x R) and Y (columns x R): random, and equal on all ranks."""
         random = np.random.default_rng(self._seed)
-        left, right = (random.normal(size=(length, self._width)) for length in self._matrix)
-        return _orthogonal(left), _orthogonal(right)
+        left, right = (random.normal(size=(rows, self._width)).astype(np.float32) for rows in self._matrix)
+        return tf.linalg.qr(left)[0], tf.linalg.qr(right)[0]
 
-    def first(self, gradient: Any, share: Any, error: Any, left: Any, right: Any) -> tuple[Any, Any, Any]:
-        """Return this rank's P and Q, and what they leave out.
+    def first(self, gradient: Any, share: Any, error: Any, left: Any, right: Any) -> tuple[list[Any], Any]:
+        """Return this rank's P, Q and S, and what they leave out.
 
         That is 0 if they are not finite: it must not stay so.
         """
         matrix = tf.reshape(gradient * share + error, self._matrix)
         p, q = tf.linalg.matmul(matrix, right), tf.linalg.matmul(matrix, left, transpose_a=True)
+        parts = [p, q, tf.linalg.matmul(left, p, transpose_a=True)]
         finite = tf.reduce_all(tf.math.is_finite(p)) & tf.reduce_all(tf.math.is_finite(q))
-        error = tf.cond(
-            finite,
-            lambda: matrix - self._product(p, q, left, right),
-            lambda: tf.zeros_like(matrix),
-        )
-        return p, q, tf.reshape(error, self._shape)
+        rest = _error_if(finite, matrix - _product(*parts, left, right))
+        return parts, tf.reshape(rest, self._shape)
 
-    def decoded(self, p: Any, q: Any, left: Any, right: Any) -> Any:
-        """Return the reduced gradient from the sums of P and Q."""
-        return tf.reshape(self._product(p, q, left, right), self._shape)
+    def decoded(self, p: Any, q: Any, s: Any, left: Any, right: Any) -> Any:
+        """Return the reduced gradient from the sums of P, Q and S."""
+        return tf.reshape(_product(p, q, s, left, right), self._shape)
 
-    def _product(self, p: Any, q: Any, left: Any, right: Any) -> Any:
-        both = tf.linalg.matmul(p, left, transpose_a=True)  # P^T X
-        rest = q - tf.linalg.matmul(right, both)
-        return tf.linalg.matmul(tf.concat([p, left], 1), tf.concat([right, rest], 1), transpose_b=True)
+
+def _product(p: Any, q: Any, s: Any, left: Any, right: Any) -> Any:
+    rest = q - tf.linalg.matmul(right, s, transpose_b=True)
+    return tf.linalg.matmul(tf.concat([p, left], 1), tf.concat([right, rest], 1), transpose_b=True)
 
 
 def next_factors(total: Any, before: Any) -> Any:
@@ -87,10 +87,6 @@ def next_factors(total: Any, before: Any) -> Any:
     norm = tf.norm(total)
     # By Householder reflections: always orthogonal, even where columns depend on each other.
     return tf.where(tf.math.is_finite(norm) & (norm > 0.0), tf.linalg.qr(total)[0], before)
-
-
-def _orthogonal(matrix: Any) -> Any:
-    return np.linalg.qr(matrix)[0].astype(np.float32)
 
 
 # --- int8 -----------------------------------------------------------------------------------------------

@@ -475,6 +475,7 @@ def test_another_number_of_ranks_compresses_without_the_errors_before(tmp_path: 
     state = training_state(model_of(Case("step", adam, compression="powersgd:2")))
     manifest: Any = SimpleNamespace(ranks=hvpipe.size() + 1, model={"variables": []})
     own = {"own/weights/4": np.ones(8), "own/compression/error/0": np.ones((FEATURES, 8))}
+    own["own/compression/left/0"] = np.ones((FEATURES, 2))
     assert list(state._redistributed(tmp_path, manifest, own)) == ["own/weights/4"]
 
 
