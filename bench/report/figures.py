@@ -127,8 +127,12 @@ def is_exact(system: str) -> bool:
 
 def pays(members: Iterable[CaseFigures]) -> bool | None:
     """Return whether an exact system of a group is faster than one host alone; None if that is unknown."""
-    best = fastest(members)
-    return None if best is None or best.against_one_host is None else best.against_one_host > 1
+    members = list(members)
+    best, alone = fastest(members), [row for row in members if computes_alone(row.case.system)]
+    host_s = min(
+        (row.step_s for row in alone if row.case.system != BESIDE_TCP), default=best and best.alone_s
+    )
+    return None if best is None or host_s is None else host_s * best.case.ranks > best.step_s
 
 
 def by_group(rows: Iterable[CaseFigures]) -> dict[str, list[CaseFigures]]:

@@ -23,7 +23,7 @@ LrScaling = Literal["none", "linear", "sqrt"]
 LR_SCALINGS: tuple[LrScaling, ...] = ("none", "linear", "sqrt")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SHUTDOWN_S = 3600.0
-_DIGITS = 19  # a whole number has fewer, so that it fits into 64 bits
+_DIGITS = 20  # of 2^64 - 1
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -326,13 +326,19 @@ def _number(env: Mapping[str, str], name: str, unit: str, default: int) -> int:
     text = env.get(name)
     if not text:
         return default
-    try:
-        value = int(text) if len(text) < _DIGITS else 0
-    except ValueError:
-        value = 0
+    value = _whole(text)
     if value < 1:
         raise _bad(name, f"a positive number of {unit}", text)
     return value
+
+
+def _whole(text: str) -> int:
+    """Return the number in a text, or 0: also where it does not fit into the 64 bits of the engine."""
+    try:
+        value = int(text) if len(text) <= _DIGITS else 0
+    except ValueError:
+        return 0
+    return value if 0 < value < 1 << 64 else 0
 
 
 def _algorithms(env: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
@@ -341,7 +347,7 @@ def _algorithms(env: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
         return ()
     *limited, last = (part.partition(":") for part in text.split(","))
     named = all(name in ALGORITHMS for name, _, _ in (*limited, last))
-    sizes = [int(size) if size.isdecimal() and len(size) < _DIGITS else 0 for _, _, size in limited]
+    sizes = [_whole(size) if size.isdecimal() else 0 for _, _, size in limited]
     if not named or last[1] or any(b <= a for a, b in pairwise((0, *sizes))):
         names = ", ".join(ALGORITHMS)
         wanted = (
