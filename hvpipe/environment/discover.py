@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -40,6 +41,12 @@ _HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL
 
 
 _EAGER_LIMIT, _MAX_SEND_SIZE = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
+_CHOOSE_NETWORKS = (
+    *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_btl_tcp_if_include"),
+    *("UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER"),
+    *("I_MPI_FABRICS", "I_MPI_OFI_PROVIDER", "MPIR_CVAR_CH4_NETMOD"),
+)
+_LONGEST_ASKED = 120  # characters
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _EAGER_BYTES, _USUAL_EAGER_BYTES = 256 << 10, 64 << 10
 
@@ -203,6 +210,15 @@ def fault_tolerance_asked() -> bool:
 def message_layer_asked() -> bool:
     """Return whether somebody told Open MPI what carries messages, as `hvpipe run --net` does."""
     return "OMPI_MCA_pml" in os.environ
+
+
+def networks_asked() -> str:
+    """Return what somebody told MPI about its networks: variables and values, cut if they are long."""
+    told = ", ".join(f"{name}={os.environ[name]}" for name in _CHOOSE_NETWORKS if os.environ.get(name))
+    text = "".join(c if c.isprintable() else "?" for c in told)
+    if len(text) <= _LONGEST_ASKED:
+        return text
+    return f"{text[:_LONGEST_ASKED]}... ({zlib.crc32(told.encode(errors='surrogateescape')):08x})"
 
 
 def eager_bytes(library: str, environ: Mapping[str, str] | None = None) -> int:

@@ -126,7 +126,7 @@ def changes(parts: StepParts, trained_with: Mapping[str, object]) -> list[Change
         hides_s = parts.forward_s if overlap == "backward" else parts.computing_s
         add('overlap="step"', min(exposed_s, hides_s), True)
     if overlap in _EXACT and compression in _WIRE_SHARES:
-        share = _WIRE_SHARES[compression]  # type: ignore[index]
+        share = _WIRE_SHARES[compression]
         for name, of_it in (("bf16", 0.5), ("int8", 0.25)):
             if of_it < share:
                 add(f'compression="{name}"', min(exposed_s, parts.reducing_s * (1 - of_it / share)), False)

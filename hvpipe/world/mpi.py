@@ -10,15 +10,20 @@ import signal
 import socket
 import sys
 import time
-import zlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hvpipe.environment.discover import Launch, eager_bytes, fault_tolerance_asked, prepare_open_mpi
+from hvpipe.environment.discover import (
+    Launch,
+    eager_bytes,
+    fault_tolerance_asked,
+    networks_asked,
+    prepare_open_mpi,
+)
 from hvpipe.environment.job_folder import abort_marker
 from hvpipe.environment.native import check_mpi, import_native
 from hvpipe.environment.settings import Settings, job_folder
@@ -34,20 +39,6 @@ from hvpipe.world.world import RunningRanks
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_CHOOSE_NETWORKS = (
-    *(
-        "OMPI_MCA_pml",
-        "OMPI_MCA_btl",
-        "OMPI_MCA_mtl",
-        "OMPI_MCA_btl_tcp_if_include",
-        "UCX_TLS",
-        "UCX_NET_DEVICES",
-        "FI_PROVIDER",
-    ),
-    *("I_MPI_FABRICS", "I_MPI_OFI_PROVIDER", "MPIR_CVAR_CH4_NETMOD"),
-)
-"""Variables by which users say what carries MPI's messages."""
-_LONGEST_TOLD = 120  # characters of them
 _FAST_SEGMENT_BYTES = 1 << 20  # of memory and of fast networks, where a handshake costs little
 _LONGEST_ABORT_S = 10
 _LEAST_INIT_S = 60.0
@@ -113,7 +104,9 @@ class MpiWorld:
     @property
     def messages(self) -> str:
         """Which MPI carries the data, by what, as it was told."""
-        return messages_of(self.library_version, os.environ)
+        layer = message_layer()
+        card = "" if layer == "ob1" else fast_network()
+        return ", ".join(filter(None, [self.library_version, layer, card, networks_asked()]))
 
     def make_engine(self, settings: Settings) -> Any:
         """Return the C++ engine between the ranks. Collective."""
@@ -326,17 +319,6 @@ def message_layer() -> str:
         return ""
     framework = found.find(b"pml\0")
     return "" if framework < 0 else found[framework + 32 + 12 :].partition(b"\0")[0].decode(errors="replace")
-
-
-def messages_of(library_version: str, environ: Mapping[str, str]) -> str:
-    """Return what carries the messages of the running MPI, as far as it tells and was told."""
-    layer = message_layer()
-    card = "" if layer == "ob1" else fast_network()
-    told = [f"{name}={environ[name]}" for name in _CHOOSE_NETWORKS if environ.get(name)]
-    text = "".join(c if c.isprintable() else "?" for c in ", ".join(told))
-    if len(text) > _LONGEST_TOLD:
-        text = f"{text[:_LONGEST_TOLD]}... ({zlib.crc32(text.encode(errors='replace')):08x})"
-    return ", ".join(filter(None, [library_version, layer, card, text]))
 
 
 def short_version(text: str) -> str:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hvpipe.environment.discover import Launch, discover, eager_bytes, prepare_open_mpi
+from hvpipe.environment.discover import Launch, discover, eager_bytes, networks_asked, prepare_open_mpi
 from hvpipe.errors import InitError
 
 OPEN_MPI = {
@@ -119,3 +119,20 @@ def test_mpi_finalize_has_no_barrier_if_ranks_may_be_lost(
     monkeypatch.delenv(without_barrier)
     prepare_open_mpi()
     assert os.environ.get(without_barrier) == (asked or None)
+
+
+def test_what_mpi_was_told_about_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OMPI_MCA", "UCX", "FI_", "I_MPI", "MPIR")):
+            monkeypatch.delenv(name)
+    assert networks_asked() == ""
+    monkeypatch.setenv("OMPI_MCA_btl", "tcp,self")
+    monkeypatch.setenv("UCX_TLS", "rc\n")
+    assert networks_asked() == "OMPI_MCA_btl=tcp,self, UCX_TLS=rc?"
+    cards = ["mlx5_0:1," * 200, "mlx5_0:1," * 200 + "mlx5_9:1"]
+    found = []
+    for card in cards:
+        monkeypatch.setenv("UCX_NET_DEVICES", card)
+        found.append(networks_asked())
+    assert max(map(len, found)) < 140
+    assert found[0] != found[1]

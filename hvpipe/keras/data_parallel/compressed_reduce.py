@@ -102,7 +102,7 @@ class _Int8Bucket:
         def decoded(totals: Sequence[Any], scales: Sequence[Any]) -> list[Any]:
             return [c.decoded(t, s) for c, t, s in zip(compressors, totals, scales, strict=True)]
 
-        self.first, self.second, self.decoded = map(same_bits, (first, second, decoded))
+        self.first, self.second, self.decoded = same_bits(first), same_bits(second), same_bits(decoded)
 
 
 class Int8Reducer(BucketReducer):
@@ -205,7 +205,7 @@ class _FactoredBucket:
             with on_the_host():
                 return list(map(next_factors, parts, before))
 
-        self.first, self.decoded, self.following = map(same_bits, (first, decoded, following))
+        self.first, self.decoded, self.following = same_bits(first), same_bits(decoded), same_bits(following)
 
 
 class FactorReducer(BucketReducer):

@@ -69,7 +69,7 @@ class PowerSgdCompressor:
         p, q = tf.linalg.matmul(matrix, right), tf.linalg.matmul(matrix, left, transpose_a=True)
         parts = [p, q, tf.linalg.matmul(left, p, transpose_a=True)]
         finite = tf.reduce_all(tf.math.is_finite(p)) & tf.reduce_all(tf.math.is_finite(q))
-        rest = _error_if(finite, matrix - _product(*parts, left, right))
+        rest = _error_if(finite, matrix - _product(p, q, parts[2], left, right))
         return parts, tf.reshape(rest, self._shape)
 
     def decoded(self, p: Any, q: Any, s: Any, left: Any, right: Any) -> Any:
