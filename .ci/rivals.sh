@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv=$1 constraints=$2 python=${3:-python3} own=constraints-rivals.txt
+venv=$1 constraints=$2 python=${3:-python3} own=.ci/rivals-requirements.txt
 stamp=$venv/.stamps/rivals-$(cat "$own" "$constraints" | cksum | tr ' ' '-')
 if [ -f "$stamp" ]; then
     echo "==> JAX and PyTorch are set up"
