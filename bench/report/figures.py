@@ -129,10 +129,10 @@ def pays(members: Iterable[CaseFigures]) -> bool | None:
     """Return whether an exact system of a group is faster than one host alone; None if that is unknown."""
     members = list(members)
     best, alone = fastest(members), [row for row in members if computes_alone(row.case.system)]
-    host_s = min(
-        (row.step_s for row in alone if row.case.system != BESIDE_TCP), default=best and best.alone_s
-    )
-    return None if best is None or host_s is None else host_s * best.case.ranks > best.step_s
+    if best is None or best.alone_s is None:
+        return None
+    host_s = min([best.alone_s, *(row.step_s for row in alone if row.case.system != BESIDE_TCP)])
+    return host_s * best.case.ranks > best.step_s
 
 
 def by_group(rows: Iterable[CaseFigures]) -> dict[str, list[CaseFigures]]:

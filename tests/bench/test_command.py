@@ -39,7 +39,7 @@ FLAGS = {
     ],
     "step": sorted([*TASK_FLAGS, "--out", "--systems"]),
     "tune": sorted([*TASK_FLAGS, "--keep", "--system"]),
-    "report": ["--help", "--json", "-h"],
+    "report": ["--help", "--json", "--plot", "-h"],
     "advise": ["--help", "--json", "-h"],
     "readme": ["--file", "--help", "-h"],
 }

@@ -63,7 +63,7 @@ def test_int8_travels_in_two_phases() -> None:
     assert sent.signature != plan.signature
 
 
-def test_powersgd_sends_both_factors_of_each_matrix_in_its_bucket() -> None:
+def test_powersgd_sends_the_factors_of_each_matrix_in_its_bucket() -> None:
     plan = plan_buckets(MODEL, 1 << 20, table_bytes=1 << 20)
     sent, factored = in_factors(plan, MODEL, PowerSgd(4))
     assert [bucket.counts for bucket in sent.buckets] == [(4096,), (576 * 4, 128 * 4, 16, 128), (320000,)]

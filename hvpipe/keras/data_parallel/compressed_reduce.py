@@ -168,7 +168,7 @@ class Int8Reducer(BucketReducer):
         return [reduced[member] for member in range(len(reduced))]
 
 
-# --- PowerSGD: two factors in one bucket ----------------------------------------------------------------
+# --- PowerSGD: all factors in one bucket ----------------------------------------------------------------
 
 
 class _FactoredBucket:

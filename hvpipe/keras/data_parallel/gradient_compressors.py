@@ -68,7 +68,7 @@ class PowerSgdCompressor:
         matrix = tf.reshape(gradient * share + error, self._matrix)
         p, q = tf.linalg.matmul(matrix, right), tf.linalg.matmul(matrix, left, transpose_a=True)
         parts = [p, q, tf.linalg.matmul(left, p, transpose_a=True)]
-        finite = tf.reduce_all(tf.math.is_finite(p)) & tf.reduce_all(tf.math.is_finite(q))
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in parts])
         rest = _error_if(finite, matrix - _product(p, q, parts[2], left, right))
         return parts, tf.reshape(rest, self._shape)
 

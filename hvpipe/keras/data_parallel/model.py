@@ -218,7 +218,6 @@ def data_parallel(
     if session.settings.elastic and session.world.size > 1:
         elastic = Elastic(session, model, steps.updates, steps.untrained, steps.train_counter)
         steps.around = elastic.around
-    session.trained_with = {"overlap": overlap, "compression": compression}
     DataParallel(model, methods, steps, elastic).attach()
     keep_in_copies(model, again)
     return model

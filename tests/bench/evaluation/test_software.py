@@ -78,6 +78,6 @@ def test_the_bench_extra_installs_what_the_benchmarks_import() -> None:
     wanted = [*project["dependencies"], *project["optional-dependencies"]["bench"]]
     brought = {re.split(r"[^\w-]", each)[0] for each in wanted}
     names = {"sklearn": "scikit-learn", "tomllib": "tomli"}
-    without = {"bench", "horovod", "hvpipe", "torch"} | sys.stdlib_module_names - {"tomllib"}
+    without = {"bench", "horovod", "hvpipe", "jax", "torch"} | sys.stdlib_module_names - {"tomllib"}
     imported = {name for file in (ROOT / "bench").rglob("*.py") for name in _imported(file)} - without
     assert {names.get(name, name) for name in imported} <= brought
