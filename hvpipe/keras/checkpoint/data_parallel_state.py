@@ -14,9 +14,9 @@ own/counted                 samples since the statistics were averaged
 
 With overlap="local" trainable weights and the optimizer's state are each rank's own, too, and there are:
 
-own/round/momentum/3        of the outer step; also steps and samples
-own/round/anchor/3          the last averaged weights, and
-own/round/difference/3      what this rank's last round took off its weights, if that is being averaged
+own/round/momentum/3        of the outer step; also steps
+own/round/anchor/3          the last averaged weights, if a round was being averaged, and
+own/round/average/3         its average
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
@@ -27,19 +27,17 @@ from hvpipe.log import logger
 Tensors = list[Any]  # one for each variable of the plan
 
 
-@dataclass(frozen=True)
+@dataclass
 class _UnderWay:
     """A round that is being reduced.
 
     Args:
-        difference: What this rank's steps took off its weights.
-        samples: This rank's samples in the round.
         tokens: A token for each bucket, to collect it by.
+        average: The average, once it is collected.
     """
 
-    difference: Tensors
-    samples: float
-    tokens: Sequence[Any]
+    tokens: Sequence[Any] = ()
+    average: Tensors = field(default_factory=list)
 
 
 class LocalRounds(Rounds):
@@ -99,8 +97,7 @@ class LocalRounds(Rounds):
         self._anchor, self._start = [], []  # a round that began at the end of the data has no step
 
     def drop(self) -> None:
-        if self._under_way is not None:
-            self._reducer.collect_all(self._under_way.tokens)
+        self._average()
         self._under_way = None
         self._anchor, self._start, self.steps = [], [], 0
 
@@ -124,12 +121,17 @@ class LocalRounds(Rounds):
 
     def _send(self, difference: Tensors, samples: float) -> None:
         share = self._reducer.announce(tf.constant(samples, tf.float64))
-        self._under_way = _UnderWay(difference, samples, self._reducer.submit(share, difference))
+        self._under_way = _UnderWay(self._reducer.submit(share, difference))
+
+    def _average(self) -> Tensors:
+        """Return the average of the round under way, once it has come; no tensors if none is."""
+        if self._under_way is not None and not self._under_way.average:
+            self._under_way.average = self._reducer.collect_all(self._under_way.tokens)
+        return [] if self._under_way is None else self._under_way.average
 
     def _take_outer_step(self) -> None:
         """Move the anchor by the average of the round under way: SGD with Nesterov momentum."""
-        assert self._under_way is not None
-        average = self._reducer.collect_all(self._under_way.tokens)
+        average = self._average()
         self._under_way = None
         rate, momentum = self._options.learning_rate, self._options.momentum
         steps = average
@@ -148,9 +150,10 @@ class LocalRounds(Rounds):
     # --- Checkpoints -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        lists = {"momentum": self._momentum}
+        # The average, since sending a difference again would add what compression has left out once more.
+        lists = {"momentum": self._momentum, "average": self._average()}
         if self._under_way is not None:
-            lists |= {"anchor": self._anchor, "difference": self._under_way.difference}
+            lists["anchor"] = self._anchor
         with on_the_host():
             found = {
                 f"{name}/{place}": tf.identity(tensor)
@@ -158,8 +161,6 @@ class LocalRounds(Rounds):
                 for place, tensor in enumerate(tensors)
             }
             found["steps"] = tf.constant(self._steps_before, tf.int64)
-            if self._under_way is not None:
-                found["samples"] = tf.constant(self._under_way.samples, tf.float64)
         return found
 
     def resume(self, state: Mapping[str, Any], counted: Callable[[], float]) -> None:
@@ -175,12 +176,11 @@ class LocalRounds(Rounds):
                     "Received: outer_momentum=0 and a checkpoint with an outer momentum, which is not used"
                 )
         self._steps_before = int(state["steps"])
-        difference = self._listed(state, "difference")
-        if difference:
+        average = self._listed(state, "average")
+        if average:
             self._anchor, self._start = self._listed(state, "anchor"), self._values()
             self._counted = counted()
-            # The same numbers in the same order give the same sums.
-            self._send(difference, float(state["samples"]))
+            self._under_way = _UnderWay(average=average)
 
     def _listed(self, state: Mapping[str, Any], name: str) -> Tensors:
         """Return the saved tensors of this name; bfloat16 is saved as integers."""

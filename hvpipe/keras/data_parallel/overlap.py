@@ -87,11 +87,14 @@ class Rounds:
         """Forget the round, and what is under way, which all ranks have sent. Weights stay as they are."""
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's tensors by name, between two rounds: what `resume` needs to go on alike."""
+        """Return this rank's tensors by name, between two rounds: what `resume` needs to go on alike.
+
+        If a round is being reduced, this waits for its sums.
+        """
         return {}
 
     def resume(self, state: Mapping[str, Any], counted: Callable[[], float]) -> None:
-        """Go on from a `state`, with the weights of that moment; collective if a round was under way."""
+        """Go on from a `state`, with the weights of that moment."""
 
 
 class Overlap:
@@ -105,6 +108,8 @@ class Overlap:
     """Whether the update comes after the step's graph, which therefore must not use weights after `apply`."""
     defers: ClassVar[bool] = False
     """Whether an update may wait for the next step."""
+    compresses: ClassVar[bool] = True
+    """Whether "int8" and "powersgd:R" can compress what it reduces."""
     to_readers: ClassVar[str] = ""
     """What to tell of callbacks (%s) that may read weights at batches."""
 

@@ -179,7 +179,7 @@ class StaleOverlap(_Deferring):
     steps, which update with their own gradients at once.
     """
 
-    exact = False
+    exact = compresses = False
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise HvpipeError for gradient accumulation and for a LossScaleOptimizer."""

@@ -212,8 +212,10 @@ class PlannedUpdates:
         self.mode.resume(steps, ())
 
     def _warms_up(self) -> bool:
+        """Return whether gradients are not compressed yet. Differences of weights always are."""
         steps = self.steps if self._held is None else self._held[1]
-        return self._compression is not None and steps < self._overlap_options.warmup_steps
+        compresses = self._compression is not None and self.overlap.reduces_gradients
+        return compresses and steps < self._overlap_options.warmup_steps
 
     def _hook_optimizer(self, variables: Sequence[Any]) -> None:
         """Hook the model's optimizer for variables that are expected to have gradients."""
@@ -230,7 +232,8 @@ class PlannedUpdates:
         # Eager steps have no graph to move an update into. The weights are the same.
         eager = bool(model.run_eagerly or tf.config.functions_run_eagerly())
         mode = (self.overlap.within_step() if eager else self.overlap)(self._overlap_options)
-        check_compressible(optimizer, self._options.compression)
+        if mode.reduces_gradients:
+            check_compressible(optimizer, self._options.compression)
         self._compresses = self._compression is not None and not self._warms_up()
         exact = self._compression is not None and not self._compresses
         compression = None if exact else self._options.compression

@@ -119,6 +119,7 @@ CASES = [
     pytest.param(Case("backward", accumulating, 4), id="accumulation and steps_per_epoch"),
     pytest.param(Case("stale", adam, 4), id="stale"),
     pytest.param(Case("local", adam), id="local"),  # a round is being averaged at the checkpoint
+    pytest.param(Case("local", adam, compression="powersgd:2"), id="local compressed"),
     pytest.param(Case("step", adam, compression="powersgd:2"), id="compression"),
     pytest.param(
         Case("none", scaled, batches=Shuffled), id="loss scaling and PyDataset", marks=pytest.mark.every_size

@@ -220,6 +220,27 @@ def test_a_later_fit_goes_on_and_takes_rank_0s_weights(caplog: pytest.LogCapture
     equal_on_all_ranks(model.get_weights())
 
 
+def test_compressed_differences_send_less_and_lose_nothing_for_good() -> None:
+    """What a round leaves out, the next one sends."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank alone has no rounds")
+
+    def trained(compression: str | None) -> tuple[dict[str, np.ndarray], float]:
+        hidden = keras.layers.Dense(1200, activation="tanh")
+        build = lambda: keras.Sequential([keras.Input((FEATURES,)), hidden, keras.layers.Dense(CLASSES)])
+        model = parallel(compiled(build, keras.optimizers.SGD(0.1)), "local", every=2, compression=compression)
+        before = hvpipe.counters()["bytes_sent"]
+        fit(model, my_batches(12), epochs=2)
+        weights = {str(place): array for place, array in enumerate(model.get_weights())}
+        return weights, hvpipe.counters()["bytes_sent"] - before
+
+    (exact, bytes_exact), (found, bytes_found) = trained(None), trained("int8")
+    assert_same_on_all_ranks(found)
+    assert bytes_found < 0.5 * bytes_exact
+    assert_close(found, exact, 0.02)
+    assert any(not np.array_equal(found[name], exact[name]) for name in exact)
+
+
 def test_what_is_refused() -> None:
     def wrap(overlap: str = "local", **options: Any) -> str:
         return refused(lambda: hk.data_parallel(compiled(), overlap, **options))
