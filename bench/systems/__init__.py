@@ -116,13 +116,19 @@ _ALL = (
         _hvpipe(name, f"step, {compression}", {"overlap": "step", "compression": compression}, exact=False)
         for name, compression in (("bf16", "bf16"), ("int8", "int8"), ("powersgd", "powersgd:8"))
     ),
-    _hvpipe(
-        "local",
-        "averages every 8 steps",
-        {"overlap": "local", "every": "8"},
-        exact=False,
-        uneven=True,
-        least_steps=24,  # three averages, of which only the last one waits for the link
+    *(
+        _hvpipe(
+            name,
+            f"averages every 8 steps{of_what}",
+            {"overlap": "local", "every": "8", **options},
+            exact=False,
+            uneven=True,
+            least_steps=24,  # three averages, of which only the last one waits for the link
+        )
+        for name, of_what, options in (
+            ("local", "", {}),
+            ("local-int8", ", int8", {"compression": "int8"}),
+        )
     ),
 )
 

@@ -189,10 +189,12 @@ class DataParallelState:
         sums, steps = self._held
         if self.session.world.rank == 0:
             values |= {f"{_PENDING}{i}": total for i, total in enumerate(sums)}
-        compression = self.data_parallel.updates.compression_state()
+        updates = self.data_parallel.updates
+        values |= {f"{_ROUND}{name}": v for name, v in updates.mode.rounds.state().items()}
+        # After the line above, which may collect sums: that changes how the next ones are compressed.
+        compression = updates.compression_state()
         values |= readable({f"{_COMPRESSION}{name}": v for name, v in compression.items()})
         values |= {f"{OWN}{name}": v for name, v in random_state().items()}
-        values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.updates.mode.rounds.state().items()}
         starts = {i: self.untrained.start_of(v) for i, v in enumerate(self.model.variables)}
         values |= {f"{_START}{i}": start for i, start in starts.items() if start is not None}
         return values | {_COUNTED: counted, _STEPS: np.array([steps])}

@@ -132,7 +132,8 @@ def data_parallel(
         compression: What float32 gradients are sent as. None: float32. "bf16" or "fp16": this type. "int8": a
             byte, with a scale for each 256 numbers, on up to 63 ranks. "powersgd:R": matrices as factors of
             rank R (after Vogels et al., NeurIPS 2019). The last two give other results: what a rank leaves
-            out of a step's sum, it adds to its next gradient. With "local" they compress differences of weights.
+            out of a step's sum, it adds to its next gradient. With "local" they compress what rounds
+            changed.
         bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB (by
             NCCL 25 MiB), or an eighth of the gradients if that is less (at least 64 KiB).
         warmup_steps: With "stale", "int8" or "powersgd:R", how many steps without it come first. With

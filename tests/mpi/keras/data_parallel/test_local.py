@@ -225,10 +225,13 @@ def test_compressed_differences_send_less_and_lose_nothing_for_good() -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank alone has no rounds")
 
-    def trained(compression: str | None) -> tuple[dict[str, np.ndarray], float]:
+    def wide() -> keras.Model:
         hidden = keras.layers.Dense(1200, activation="tanh")
-        build = lambda: keras.Sequential([keras.Input((FEATURES,)), hidden, keras.layers.Dense(CLASSES)])
-        model = parallel(compiled(build, keras.optimizers.SGD(0.1)), "local", every=2, compression=compression)
+        return keras.Sequential([keras.Input((FEATURES,)), hidden, keras.layers.Dense(CLASSES)])
+
+    def trained(compression: str | None) -> tuple[dict[str, np.ndarray], float]:
+        model = compiled(wide, keras.optimizers.SGD(0.1))
+        model = parallel(model, "local", every=2, compression=compression)
         before = hvpipe.counters()["bytes_sent"]
         fit(model, my_batches(12), epochs=2)
         weights = {str(place): array for place, array in enumerate(model.get_weights())}
