@@ -61,8 +61,9 @@ def learning(outcome: EvaluationOutcome) -> dict[str, tuple[float, list[Learned]
     found = {}
     for group, systems in groups.items():
         exact: dict[int, list[float]] = {}
-        for each in (each for name, rounds in systems.items() if is_exact(name) for each in rounds):
-            exact.setdefault(each.number, []).append(_last(each))
+        for name, rounds in systems.items():
+            for each in rounds if is_exact(name) else ():
+                exact.setdefault(each.number, []).append(_last(each))
         if not exact:
             continue
         targets = {number: SHARE * statistics.median(last) for number, last in exact.items()}

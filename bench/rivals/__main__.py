@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,9 @@ def train(library: str, case: str, size: int) -> Ended:
             stack.enter_context(started(command, env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
             for command in commands
         ]
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() - begun_s < _WAITS_S:
-            time.sleep(0.1)
+        for rank in ranks:
+            with suppress(subprocess.TimeoutExpired):
+                rank.wait(timeout=max(0.0, begun_s + _WAITS_S - time.monotonic()))
         seconds = time.monotonic() - begun_s
         codes = [rank.poll() for rank in ranks]
         lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]

@@ -12,6 +12,8 @@ import signal
 import sys
 from typing import Any
 
+from bench.systems.torch_ddp import step_of
+
 STEPS, WHOLE = 8, 32  # samples of all ranks in a step
 KILLED_AT = 3
 _FEATURES, _CLASSES = 12, 5
@@ -76,14 +78,10 @@ def on_torch(case: str, rank: int, size: int, address: str) -> Any:
         return model
     wrapped, optimizer = torch.nn.parallel.DistributedDataParallel(model), model.optimizer
     optimizer.build(model.trainable_variables)
-    for step, (x, y) in enumerate(data):
+    train = step_of(model, wrapped, optimizer, model.loss)
+    for step, batch in enumerate(data):
         die_at(case, rank, step)
-        model.zero_grad()
-        model.compute_loss(
-            y=torch.from_numpy(y), y_pred=wrapped(torch.from_numpy(x), training=True)
-        ).backward()
-        with torch.no_grad():
-            optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+        train(tuple(map(torch.from_numpy, batch)))
     return model
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 from bench.rounds.job import RankJob
@@ -31,7 +32,20 @@ def train(job: RankJob) -> None:
             "gloo", init_method=f"tcp://{first}", rank=job.rank, world_size=job.size
         )
         called = torch.nn.parallel.DistributedDataParallel(model)
-    loss_of = keras.losses.SparseCategoricalCrossentropy()
+    step = step_of(model, called, optimizer, keras.losses.SparseCategoricalCrossentropy())
+    job.watch.at_window = lambda: job.meet("window")
+    job.meet("built")
+    batch = tuple(torch.from_numpy(each) for each in same_batch(job))
+    loop.run(keras, model, job, itertools.repeat(batch), step)
+    if called is not model:
+        torch.distributed.destroy_process_group()
+
+
+def step_of(
+    model: Any, called: Any, optimizer: Any, loss_of: Callable[[Any, Any], Any]
+) -> Callable[[Any], Any]:
+    """Return the step on a batch of tensors; `called` is the model, or DistributedDataParallel of it."""
+    import torch
 
     def step(batch: Any) -> Any:
         x, y = batch
@@ -43,9 +57,4 @@ def train(job: RankJob) -> None:
             optimizer.apply(gradients, model.trainable_variables)
         return loss.detach()
 
-    job.watch.at_window = lambda: job.meet("window")
-    job.meet("built")
-    batch = tuple(torch.from_numpy(each) for each in same_batch(job))
-    loop.run(keras, model, job, itertools.repeat(batch), step)
-    if called is not model:
-        torch.distributed.destroy_process_group()
+    return step
