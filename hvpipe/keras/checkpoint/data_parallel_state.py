@@ -398,7 +398,7 @@ def _mean_weights(place: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _without_round(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return values without a round under way, which `_mean_weights` has."""
-    left_out = (f"{_ROUND}anchor", f"{_ROUND}difference", f"{_ROUND}samples")
+    left_out = (f"{_ROUND}anchor", f"{_ROUND}average")
     return {name: value for name, value in own.items() if not name.startswith(left_out)}
 
 
