@@ -53,6 +53,7 @@ def report_run(session: Session) -> Summary | None:
         metadata = {
             "counters": [run.counters for run in runs],
             "summary": summary.to_json(),
+            "trained_with": session.trained_with,
             "utilization": [run.utilization for run in runs],
             "utilization_notes": _unique_notes(runs),
         }

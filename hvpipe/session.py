@@ -113,6 +113,7 @@ class Session:
         self.sample_counters: list[CountsSamples] = []
         self.reducers: dict[Any, Any] = {}  # by what they reduce; see hvpipe.keras.data_parallel.custom_loops
         self.loops_by_plan = False  # whether a tape or an optimizer of a custom loop reduces by a plan
+        self.trained_with: dict[str, Any] = {}  # arguments of the last data-parallel model, for the trace
         self.announcements = 0  # of steps that reduce, counted when their graph is built
         # See hvpipe.keras.training_alone.
         self.averagings = 0

@@ -328,7 +328,27 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path / "t.json")]) == 0
     assert "step                  500 ms" in capsys.readouterr().out
     assert cli.main(["report", "--json", str(tmp_path / "t.json")]) == 0
-    assert json.loads(capsys.readouterr().out)["step_s"] == 0.5
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step_s"], found["advice"]) == (0.5, {"step": None, "changes": []})
+
+
+def test_report_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spans = {"step": (0.0, 1.0), "forward": (0.0, 0.2), "backward": (0.2, 0.5), "reduce": (0.5, 1.0)}
+    events = [
+        Event(name, name, 0, "compute", n + start_s, n + end_s)
+        for n in range(8)
+        for name, (start_s, end_s) in spans.items()
+    ]
+    trained_with = {"overlap": "none", "compression": None}
+    Trace(tuple(events), {"trained_with": trained_with}).write(tmp_path / "t.json")
+    assert cli.main(["report", str(tmp_path / "t.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 0 takes longest: computing 50%, update 0%, link 50%" in shown
+    assert '  overlap="step": 2.00x\n' in shown
+    assert cli.main(["report", "--json", str(tmp_path / "t.json")]) == 0
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    assert advice["step"]["step_s"] == pytest.approx(1.0)
+    assert {each["what"] for each in advice["changes"]} >= {'overlap="step"'}
 
 
 def test_report_of_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

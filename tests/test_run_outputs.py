@@ -63,6 +63,7 @@ def session(
         engine=FakeEngine(events_dropped),
         step_durations_s=[],
         sample_counters=[],
+        trained_with={"overlap": "step", "compression": None},
         clock_reading=(10.0, ahead_s[0]),
         read_clock=lambda: (11.0, ahead_s[1]),
     )

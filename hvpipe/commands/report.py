@@ -1,11 +1,13 @@
-"""`hvpipe report`: summarise a trace that `hvpipe run --trace` wrote."""
+"""`hvpipe report`: summarise a trace that `hvpipe run --trace` wrote, and say what would make steps shorter."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 
+from hvpipe.trace.advice import changes, describe, step_parts
 from hvpipe.trace.events import Trace
 from hvpipe.trace.run_report import summarise_trace
 
@@ -18,6 +20,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Print the summary. Returns the exit code; raises HvpipeError if the file is not a trace."""
-    summary = summarise_trace(Trace.read(options.trace))
-    print(json.dumps(summary.to_json(), indent=2) if options.json else summary.to_text())
+    trace = Trace.read(options.trace)
+    summary, parts = summarise_trace(trace), step_parts(trace)
+    found = changes(parts, trace.metadata.get("trained_with")) if parts else []
+    if options.json:
+        step = {**asdict(parts), "step_s": parts.step_s} if parts else None
+        advice = {"step": step, "changes": [asdict(each) for each in found]}
+        print(json.dumps({**summary.to_json(), "advice": advice}, indent=2))
+        return 0
+    print(summary.to_text())
+    if parts:
+        print(f"\n{describe(parts, found)}")
     return 0

@@ -10,7 +10,7 @@ from hvpipe.trace.events import Event, Trace
 
 Interval = tuple[float, float]
 
-_WHOLE_FORWARD = "forward"  # in a data-parallel step; a pipeline's forwards have the names of their actions
+WHOLE_FORWARD = "forward"  # in a data-parallel step; a pipeline's forwards have the names of their actions
 
 
 def computing(trace: Trace, rank: int) -> dict[str, list[Interval]]:
@@ -83,11 +83,15 @@ def _updates(trace: Trace, rank: int) -> list[Interval]:
 
 
 def _forwards(forwards: Sequence[Event], reduces: Sequence[Interval]) -> list[Interval]:
-    whole = [event for event in forwards if event.name == _WHOLE_FORWARD]
-    found = [(event.start_s, event.end_s) for event in forwards if event.name != _WHOLE_FORWARD]
+    whole = [event for event in forwards if event.name == WHOLE_FORWARD]
+    found = [(event.start_s, event.end_s) for event in forwards if event.name != WHOLE_FORWARD]
     if not whole:
         return merged(found)
-    beside = [within([(event.start_s, event.end_s)], reduces) for event in whole]
+    starts, ends = [start_s for start_s, _ in reduces], [end_s for _, end_s in reduces]
+    beside = []
+    for event in whole:
+        near = reduces[bisect_left(ends, event.start_s) : bisect_left(starts, event.end_s)]
+        beside.append(within([(event.start_s, event.end_s)], near))
     alone_s = _alone_s(whole, beside)
     for event, reducing in zip(whole, beside, strict=True):
         found += _without_waiting((event.start_s, event.end_s), reducing, event.duration_s - alone_s)

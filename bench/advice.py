@@ -1,0 +1,129 @@
+"""How true the advice of `hvpipe report` is: what it promises of its first change, and what that change brings.
+
+    python -m bench.advice
+    python -m bench.advice --case 2x300mbit,mobilenetv2,8,none
+
+A case trains with a trace, takes the first change of mode, compression or batch that is advised, and trains with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from bench import ROOT
+from bench.command import status_of
+from bench.errors import BenchError
+from bench.hosts.hosts import Hosts
+from bench.hosts.rank_benchmark import hosts_of
+from bench.metrics import format_time, table
+from bench.rounds.record import Case, Round, Task
+from bench.rounds.round import run_round
+from bench.systems import SYSTEMS, System
+from hvpipe.trace.advice import Change, changes, step_parts
+from hvpipe.trace.events import Trace
+
+CASES = (
+    ("2x1gbit", "resnet50", 8, "none"),
+    ("2x1gbit", "resnet50", 8, "step"),
+    ("2x1gbit", "mobilenetv2", 32, "none"),
+    ("2x300mbit", "mobilenetv2", 8, "none"),
+    ("2x300mbit", "mobilenetv2", 8, "backward"),
+    ("2x300mbit", "mobilenetv2", 8, "step"),
+    ("2x100mbit", "mobilenetv2", 8, "step"),
+    ("2x300mbit", "transformer", 8, "none"),
+    ("2x300mbit", "transformer", 8, "step"),
+    ("4x1gbit", "mobilenetv2", 8, "none"),
+)
+_CLOSE = 0.15
+_LIMIT_S = 900.0
+_MODE = re.compile(r'overlap="(\w+)"(?:, every=(\d+))?|compression="(\w+)"')
+
+
+def trained(
+    hosts: Hosts, cluster: str, workload: str, batch: int, options: dict[str, str], trace: Path | None = None
+) -> Round:
+    """Train some steps with these options of hvpipe."""
+    usual = SYSTEMS["hvpipe-local" if options["overlap"] == "local" else "hvpipe-step"]
+    system: System = replace(
+        usual, name="hvpipe", options=options, environment={"HVPIPE_TRACE": str(trace)} if trace else {}
+    )
+    steps = max(12, system.least_steps)
+    task = Task(workload, batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=3, steps=steps)
+    case = Case("hvpipe", cluster, hosts.spec.slots, task)
+    peers = ROOT / ".venv-peers" / "bin" / "python"
+    python = str(peers) if peers.exists() else sys.executable
+    found = run_round(case, 0, hosts, _LIMIT_S, python=python, systems={"hvpipe": system})
+    if not found.ok:
+        raise BenchError(f"A case should train. Received: {found.why}")
+    return found
+
+
+def seconds(found: Round) -> float:
+    """Return the mean step with draining, of the slowest rank."""
+    return max(rank.wall_s for rank in found.ranks)
+
+
+def row(case: tuple[str, str, int, str]) -> list[str]:
+    """Return the cells of a case: what was advised, promised and measured."""
+    cluster, workload, batch, overlap = case
+    with tempfile.TemporaryDirectory(prefix="hvpipe-advice-") as folder, hosts_of(cluster, None) as hosts:
+        file = Path(folder, "trace.json")
+        options = {"overlap": overlap}
+        before_s = seconds(trained(hosts, cluster, workload, batch, options, file))
+        trace = Trace.read(file)
+        parts = step_parts(trace)
+        advised = changes(parts, trace.metadata["trained_with"]) if parts else []
+        change = next((each for each in advised if _MODE.search(each.what) or "batch," in each.what), None)
+        where = [cluster, f"{workload}, {batch}", overlap, format_time(before_s)]
+        if change is None:
+            return [*where, "none", "", "", ""]
+        more = 2 if _MODE.search(change.what) is None else 1
+        after_s = seconds(trained(hosts, cluster, workload, more * batch, options | _options_of(change)))
+        measured = more * before_s / after_s
+        off = change.speedup / measured - 1
+        return [*where, change.what, f"{change.speedup:.2f}x", f"{measured:.2f}x", f"{off:+.0%}"]
+
+
+def _options_of(change: Change) -> dict[str, str]:
+    found = _MODE.search(change.what)
+    if found is None:
+        return {}
+    overlap, every, compression = found.groups()
+    named = {"overlap": overlap, "every": every, "compression": compression}
+    return {name: value for name, value in named.items() if value}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table. Return 1 if the promise of a case is off by more than 15 %."""
+    parser = argparse.ArgumentParser(prog="python -m bench.advice", description="Check advice by measuring.")
+    parser.add_argument("--case", action="append", metavar="CLUSTER,MODEL,BATCH,OVERLAP", help="default: ten cases")
+    return status_of("bench.advice", partial(_measure, parser.parse_args(argv)))
+
+
+def _measure(options: argparse.Namespace) -> int:
+    cases = CASES
+    if options.case:
+        split = [text.split(",") for text in options.case]
+        if not all(len(parts) == 4 and parts[2].isdecimal() for parts in split):
+            raise BenchError(f"A case should be as 2x300mbit,mobilenetv2,8,none. Received: {options.case}")
+        cases = tuple((parts[0], parts[1], int(parts[2]), parts[3]) for parts in split)
+    rows = []
+    for case in cases:
+        rows.append(row(case))
+        print(", ".join(rows[-1]), file=sys.stderr, flush=True)
+    header = ["hosts", "model, batch", "overlap", "step", "first advice", "promised", "measured", "off"]
+    print(table(header, rows))
+    offs = [abs(int(each[-1].rstrip("%"))) / 100 for each in rows if each[-1]]
+    print(f"{sum(off <= _CLOSE for off in offs)} of {len(offs)} promises are within {_CLOSE:.0%}")
+    return int(any(off > _CLOSE for off in offs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Advice from traces written by hand: the parts of a step, and what changes would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hvpipe.errors import HvpipeError
+from hvpipe.trace.advice import StepParts, changes, describe, step_parts
+from hvpipe.trace.events import Event, Trace
+
+
+def events(rank: int, *spans: tuple[str, float, float]) -> list[Event]:
+    return [Event(name, name, rank, "compute", start_s, end_s) for name, start_s, end_s in spans]
+
+
+def step(rank: int, start_s: float, forward_s: float) -> list[Event]:
+    """Return a step of 10 s: a forward, a backward of 3 s and a reduce from its last second to 8 s.
+
+    The bucket is ready a second after the backward. An update of 1 s follows.
+    """
+    backward_s, done_s = start_s + forward_s + 3, start_s + 8
+    return events(
+        rank,
+        ("step", start_s, start_s + 10),
+        ("forward", start_s, start_s + forward_s),
+        ("backward", start_s + forward_s, backward_s),
+        ("wait", backward_s, backward_s + 1),
+        ("reduce", backward_s + 1, done_s),
+        ("update", done_s, done_s + 1),
+    )
+
+
+def made(parts: Iterable[list[Event]], **trained_with: Any) -> Trace:
+    return Trace(tuple(event for each in parts for event in each), {"trained_with": trained_with})
+
+
+def trace(steps: int = 6, **trained_with: Any) -> Trace:
+    """Return a run of two ranks. The forward of rank 1 takes a second longer."""
+    return made(
+        (step(rank, 10.0 * n, 2.0 + rank) for n in range(steps) for rank in range(2)), **trained_with
+    )
+
+
+def parts_of(trace: Trace) -> StepParts:
+    found = step_parts(trace)
+    assert found is not None
+    return found
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    found = parts_of(trace())
+    # Rank 1: forward 3, backward 3, wait 6 to 7, reduce 7 to 8, update to 9, nothing to 10.
+    assert found == StepParts(1, 6, 1, 1, 1, 1, forward_s=3, reducing_s=1, late_s=0.0, ranks=2)
+    assert found.step_s == 10
+
+
+def test_the_rank_that_holds_up_the_others_may_wait_for_its_input() -> None:
+    slow = [events(0, *((e.name, e.start_s, e.end_s) for e in step(0, 10.0 * n, 2.0))) for n in range(6)]
+    fast = [
+        events(1, *((e.name, e.start_s, e.end_s) for e in step(1, 10.0 * n, 2.5)), ("wait", 10 * n + 9, 10 * n + 10))
+        for n in range(6)
+    ]
+    found = parts_of(made([*slow, *fast]))
+    assert (found.rank, found.rest_s, found.late_s) == (0, 1, 0.25)
+
+
+def test_pauses_are_no_part_of_a_step_and_waits_for_the_link_are() -> None:
+    """An evaluation follows one step. With "local" every fourth step waits long for the link."""
+    paused = [step(0, 10.0 * n + (100 if n > 4 else 0), 2.0) for n in range(9)]
+    paused[4][0] = replace(paused[4][0], end_s=150.0)
+    assert parts_of(made(paused)).step_s == 10
+    waiting = [step(0, 10.0 * n, 2.0) for n in range(9)]
+    waiting[6] = events(0, ("step", 60, 100), ("forward", 60, 62), ("reduce", 62, 99), ("update", 99, 100))
+    for place in (7, 8):
+        waiting[place] = step(0, 10.0 * place + 30, 2.0)
+    assert parts_of(made(waiting)).link_s == pytest.approx((5 * 2 + 37) / 6)
+
+
+def test_steps_that_warm_up_do_not_count() -> None:
+    assert step_parts(trace(steps=5)) is None  # two warm up, and the last one may be cut
+    assert step_parts(trace(steps=9, warmup_steps=4)) is None
+    assert step_parts(trace(steps=10, warmup_steps=4)) is not None
+
+
+def test_other_traces_have_no_parts() -> None:
+    assert step_parts(Trace()) is None
+    assert step_parts(Trace(tuple(e for e in trace().events if e.category != "reduce"))) is None
+    actions = Trace(tuple(replace(e, name="2F0") if e.name == "forward" else e for e in trace().events))
+    assert step_parts(actions) is None
+    sends = Trace((*trace().events, Event("send", "transfer", 0, "transfer", 1.0, 2.0)))
+    assert step_parts(sends) is None
+    assert step_parts(made(events(0, ("step", 0, 0), ("forward", 0, 0), ("reduce", 0, 0)) for _ in range(6))) is None
+
+
+@pytest.mark.parametrize("trained_with", [None, [], "step", {"overlap": [], "compression": {}}, {"warmup_steps": "x"}])
+def test_what_a_trace_says_of_its_training_may_be_anything(trained_with: Any) -> None:
+    found = Trace(trace().events, {"trained_with": trained_with})
+    parts = parts_of(found)
+    assert not any("overlap" in each.what or "compression" in each.what for each in changes(parts, trained_with))
+
+
+def test_times_that_no_run_has() -> None:
+    huge = [events(0, *((e.name, e.start_s * 1e307, e.end_s * 1e307) for e in step(0, n, 2.0))) for n in range(6)]
+    with pytest.raises(HvpipeError, match="times should be seconds of a run"):
+        step_parts(made(huge))
+
+
+def test_many_steps_take_no_time() -> None:
+    many = parts_of(trace(steps=20_000))
+    assert many.step_s == pytest.approx(10)
+
+
+PARTS = StepParts(0, 6.0, 1.0, 2.0, 0.0, 1.0, forward_s=3.0, reducing_s=3.0, late_s=0.0, ranks=4)
+
+
+def speedups(parts: StepParts = PARTS, **trained_with: Any) -> dict[str, float]:
+    return {each.what: each.speedup for each in changes(parts, {"compression": None, **trained_with})}
+
+
+def test_sending_less_saves_at_most_the_wait_for_the_link() -> None:
+    found = speedups(overlap="step")
+    assert found['compression="int8"'] == pytest.approx(10 / 8)  # 2.25 s less, of which 2 s were waited for
+    assert found['overlap="local", every=8'] == pytest.approx(10 / 8)
+    found = speedups(overlap="step", compression="bf16")
+    assert found['compression="int8"'] == pytest.approx(10 / 8.5)
+    assert 'compression="bf16"' not in found
+    found = speedups(overlap="step", compression="int8")
+    assert found['overlap="local", every=8 without compression'] == pytest.approx(10 / 8.5)
+
+
+def test_what_does_not_go_together_is_not_advised() -> None:
+    assert 'compression="int8"' not in speedups(replace(PARTS, ranks=64), overlap="step")
+    assert set(speedups(overlap="stale")) == {
+        'compression="bf16"',
+        "input and callbacks that take no time",
+        "twice the batch, in samples per second",
+    }
+    assert not any("local" in what for what in speedups(overlap="local"))
+
+
+def test_a_mode_that_hides_more() -> None:
+    assert speedups(overlap="none")['overlap="step"'] == pytest.approx(10 / 8)
+    assert 'overlap="step"' not in speedups(overlap="step")
+    # Of twice the batch, "none" hides nothing more; "step" hides all of the link.
+    assert speedups(overlap="none").get("twice the batch, in samples per second", 20 / 16) == pytest.approx(20 / 16)
+    found = speedups(replace(PARTS, reducing_s=2.0), overlap="step")
+    assert found["twice the batch, in samples per second"] == pytest.approx(20 / 14)
+
+
+def test_a_run_that_only_computes() -> None:
+    alone = StepParts(0, 6.0, 0.0, 0.0, 0.0, 0.0, forward_s=3.0, reducing_s=3.0, late_s=0.0, ranks=2)
+    assert changes(alone, {"overlap": "step", "compression": None}) == []
+    assert describe(alone, []).endswith("no change that hvpipe knows would make it 3 % faster")
+
+
+def test_a_late_rank_is_named() -> None:
+    late = StepParts(1, 6.0, 1.0, 0.0, 0.0, 1.0, forward_s=3.0, reducing_s=3.0, late_s=2.0, ranks=2)
+    said = describe(late, changes(late, {"overlap": "step", "compression": None}))
+    assert said.startswith("rank 1 takes longest: computing 75%, update 12%, link 0%, other ranks 0%, input")
+    assert "  smaller batches on rank 1, larger ones elsewhere: 1.33x\n" in said
