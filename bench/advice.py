@@ -103,7 +103,9 @@ def _options_of(change: Change) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table. Return 1 if the promise of a case is off by more than 15 %."""
     parser = argparse.ArgumentParser(prog="python -m bench.advice", description="Check advice by measuring.")
-    parser.add_argument("--case", action="append", metavar="CLUSTER,MODEL,BATCH,OVERLAP", help="default: ten cases")
+    parser.add_argument(
+        "--case", action="append", metavar="CLUSTER,MODEL,BATCH,OVERLAP", help="default: ten cases"
+    )
     return status_of("bench.advice", partial(_measure, parser.parse_args(argv)))
 
 

@@ -40,9 +40,7 @@ def made(parts: Iterable[list[Event]], **trained_with: Any) -> Trace:
 
 def trace(steps: int = 6, **trained_with: Any) -> Trace:
     """Return a run of two ranks. The forward of rank 1 takes a second longer."""
-    return made(
-        (step(rank, 10.0 * n, 2.0 + rank) for n in range(steps) for rank in range(2)), **trained_with
-    )
+    return made((step(rank, 10.0 * n, 2.0 + rank) for n in range(steps) for rank in range(2)), **trained_with)
 
 
 def parts_of(trace: Trace) -> StepParts:
@@ -61,7 +59,11 @@ def test_the_parts_of_a_step_add_up() -> None:
 def test_the_rank_that_holds_up_the_others_may_wait_for_its_input() -> None:
     slow = [events(0, *((e.name, e.start_s, e.end_s) for e in step(0, 10.0 * n, 2.0))) for n in range(6)]
     fast = [
-        events(1, *((e.name, e.start_s, e.end_s) for e in step(1, 10.0 * n, 2.5)), ("wait", 10 * n + 9, 10 * n + 10))
+        events(
+            1,
+            *((e.name, e.start_s, e.end_s) for e in step(1, 10.0 * n, 2.5)),
+            ("wait", 10 * n + 9, 10 * n + 10),
+        )
         for n in range(6)
     ]
     found = parts_of(made([*slow, *fast]))
@@ -93,18 +95,27 @@ def test_other_traces_have_no_parts() -> None:
     assert step_parts(actions) is None
     sends = Trace((*trace().events, Event("send", "transfer", 0, "transfer", 1.0, 2.0)))
     assert step_parts(sends) is None
-    assert step_parts(made(events(0, ("step", 0, 0), ("forward", 0, 0), ("reduce", 0, 0)) for _ in range(6))) is None
+    assert (
+        step_parts(made(events(0, ("step", 0, 0), ("forward", 0, 0), ("reduce", 0, 0)) for _ in range(6)))
+        is None
+    )
 
 
-@pytest.mark.parametrize("trained_with", [None, [], "step", {"overlap": [], "compression": {}}, {"warmup_steps": "x"}])
+@pytest.mark.parametrize(
+    "trained_with", [None, [], "step", {"overlap": [], "compression": {}}, {"warmup_steps": "x"}]
+)
 def test_what_a_trace_says_of_its_training_may_be_anything(trained_with: Any) -> None:
     found = Trace(trace().events, {"trained_with": trained_with})
     parts = parts_of(found)
-    assert not any("overlap" in each.what or "compression" in each.what for each in changes(parts, trained_with))
+    assert not any(
+        "overlap" in each.what or "compression" in each.what for each in changes(parts, trained_with)
+    )
 
 
 def test_times_that_no_run_has() -> None:
-    huge = [events(0, *((e.name, e.start_s * 1e307, e.end_s * 1e307) for e in step(0, n, 2.0))) for n in range(6)]
+    huge = [
+        events(0, *((e.name, e.start_s * 1e307, e.end_s * 1e307) for e in step(0, n, 2.0))) for n in range(6)
+    ]
     with pytest.raises(HvpipeError, match="times should be seconds of a run"):
         step_parts(made(huge))
 
@@ -146,7 +157,9 @@ def test_a_mode_that_hides_more() -> None:
     assert speedups(overlap="none")['overlap="step"'] == pytest.approx(10 / 8)
     assert 'overlap="step"' not in speedups(overlap="step")
     # Of twice the batch, "none" hides nothing more; "step" hides all of the link.
-    assert speedups(overlap="none").get("twice the batch, in samples per second", 20 / 16) == pytest.approx(20 / 16)
+    assert speedups(overlap="none").get("twice the batch, in samples per second", 20 / 16) == pytest.approx(
+        20 / 16
+    )
     found = speedups(replace(PARTS, reducing_s=2.0), overlap="step")
     assert found["twice the batch, in samples per second"] == pytest.approx(20 / 14)
 
