@@ -1,9 +1,10 @@
-"""How true the advice of `hvpipe report` is: what it promises of its first change, and what that change brings.
+"""How true the advice of `hvpipe report` is: what its first change promises, and what that change brings.
 
     python -m bench.advice
     python -m bench.advice --case 2x300mbit,mobilenetv2,8,none
 
-A case trains with a trace, takes the first change of mode, compression or batch that is advised, and trains with it.
+A case trains with a trace, takes the first change of mode, compression or batch that is advised, and trains
+with it.
 """
 
 from __future__ import annotations

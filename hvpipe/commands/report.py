@@ -1,4 +1,4 @@
-"""`hvpipe report`: summarise a trace that `hvpipe run --trace` wrote, and say what would make steps shorter."""
+"""`hvpipe report`: summarise a trace of `hvpipe run --trace`, and say what would make steps shorter."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
             nothing follows.
     """
     known = trained_with if isinstance(trained_with, dict) else {}
-    overlap, compression = known.get("overlap", ""), known.get("compression", "")
+    overlap, compression = str(known.get("overlap", "")), known.get("compression", "")
     hidden_s = {
         "none": 0.0,
         "backward": parts.computing_s - parts.forward_s,
@@ -179,14 +179,13 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
     if share is not None and overlap in hidden_s:
         for name in ("bf16", "int8"):
             smaller = _WIRE_SHARES[name] < share
-            serves = name == "bf16" or (exact and parts.ranks <= _FEW_RANKS)
+            serves = name == "bf16" or (overlap != "stale" and parts.ranks <= _FEW_RANKS)
             if smaller and serves:
                 saved_s = parts.reducing_s * (1 - _WIRE_SHARES[name] / share)
                 add(f'compression="{name}"', min(parts.link_s, saved_s), other_results=True)
         if exact:
-            saved_s = parts.reducing_s * (1 - 1 / (share * EVERY))
-            whole = " without compression" if compression == "int8" else ""
-            add(f'overlap="local", every={EVERY}{whole}', min(parts.link_s, saved_s), other_results=True)
+            saved_s = parts.reducing_s * (1 - 1 / EVERY)
+            add(f'overlap="local", every={EVERY}', min(parts.link_s, saved_s), other_results=True)
     add(f"smaller batches on rank {parts.rank}, larger ones elsewhere", parts.late_s)
     add("input and callbacks that take no time", parts.rest_s)
     if overlap in hidden_s:

@@ -221,7 +221,9 @@ def data_parallel(
         steps.around = elastic.around
     warms_up = compresses or not mode.exact
     session.trained_with = {
-        **{"overlap": overlap, "compression": compression, "every": every},
+        "overlap": overlap,
+        "compression": compression,
+        "every": every,
         "warmup_steps": warmup_steps if warms_up else 0,
     }
     DataParallel(model, methods, steps, elastic).attach()
