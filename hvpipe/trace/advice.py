@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -37,6 +38,8 @@ class StepParts:
         rest_s: None of these: input, callbacks, Python.
         forward_s: Of `computing_s`, the forward.
         reducing_s: A bucket is being reduced, whether or not the rank computes.
+        busy_s: The mean core of the rank's host is busy; 0 if that was not sampled. What only moves work
+            cannot make a step shorter.
         late_s: What computing, update and rest take longer on this rank than in the mean of the ranks.
         ranks: How many ranks there are.
     """
@@ -49,6 +52,7 @@ class StepParts:
     rest_s: float
     forward_s: float
     reducing_s: float
+    busy_s: float
     late_s: float
     ranks: int
 
@@ -129,9 +133,23 @@ def _parts_of(trace: Trace, rank: int, skipped: int) -> StepParts | None:
         rest_s=whole_s - known_s,
         forward_s=forward_s,
         reducing_s=reducing_s,
+        busy_s=_busy_share(trace, rank, steps[0][0], steps[-1][1]) * whole_s,
         late_s=0.0,
         ranks=1,
     )
+
+
+def _busy_share(trace: Trace, rank: int, start_s: float, end_s: float) -> float:
+    """Return the mean share of the cores of the rank's host that are busy within a time; 0 if not known."""
+    looks = [e for e in trace.of("utilization", rank) if e.name == "host busy"]
+    spans = [
+        (now.start_s - before.start_s, now.args.get("share"))
+        for before, now in pairwise(looks)
+        if start_s <= before.start_s and now.start_s <= end_s
+    ]
+    known = [(span_s, share) for span_s, share in spans if isinstance(share, int | float)]
+    whole_s = sum(span_s for span_s, _ in known)
+    return min(1.0, sum(span_s * share for span_s, share in known) / whole_s) if whole_s > 0 else 0.0
 
 
 def _by_step(steps: Sequence[Interval], intervals: Sequence[Interval]) -> list[float]:
@@ -150,8 +168,9 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
     """Return what would help most, at most three changes, the best first.
 
     A change that sends less shortens the time in which buckets are reduced, and so at most the time in which
-    the link is waited for. What the change itself computes is not counted. Twice the batch counts as twice
-    the computing.
+    the link is waited for. What the change itself computes is not counted. "local" hides an average behind
+    the steps of a round. Twice the batch counts as twice the computing. Cores that are busy stay so: what
+    only hides more does not free them.
 
     Args:
         parts: Of the run.
@@ -174,7 +193,8 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
         found.append(Change(what, parts.step_s / max(parts.step_s - saved_s, 1e-9), other_results))
 
     if exact and overlap != "step":
-        add('overlap="step"', min(parts.link_s, parts.computing_s - hidden_s[overlap]))
+        saved_s = min(parts.link_s, parts.computing_s - hidden_s[overlap])
+        add('overlap="step"', min(saved_s, parts.step_s - parts.busy_s))
     share = _WIRE_SHARES.get(compression) if isinstance(compression, str | None) else None
     if share is not None and overlap in hidden_s:
         for name in ("bf16", "int8"):
@@ -184,12 +204,13 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
                 saved_s = parts.reducing_s * (1 - _WIRE_SHARES[name] / share)
                 add(f'compression="{name}"', min(parts.link_s, saved_s), other_results=True)
         if exact:
-            saved_s = parts.reducing_s * (1 - 1 / EVERY)
-            add(f'overlap="local", every={EVERY}', min(parts.link_s, saved_s), other_results=True)
+            left_s = max(0.0, parts.reducing_s / EVERY - parts.own_s)
+            saved_s = parts.link_s - left_s + parts.waiting_s * (1 - 1 / EVERY)
+            add(f'overlap="local", every={EVERY}', saved_s, other_results=True)
     add(f"smaller batches on rank {parts.rank}, larger ones elsewhere", parts.late_s)
     add("input and callbacks that take no time", parts.rest_s)
     if overlap in hidden_s:
-        more_hidden_s = min(parts.link_s, hidden_s[overlap])
+        more_hidden_s = min(parts.link_s, hidden_s[overlap], parts.step_s - parts.busy_s)
         twice_s = parts.step_s + parts.computing_s - more_hidden_s
         found.append(Change("twice the batch, in samples per second", 2 * parts.step_s / twice_s, True))
     worth = [change for change in found if change.speedup >= _WORTH]

@@ -53,7 +53,7 @@ def test_the_parts_of_a_step_add_up() -> None:
     found = parts_of(trace())
     # Rank 1: forward 3, backward 3, wait 6 to 7, reduce 7 to 8, update to 9, nothing to 10.
     # Rank 0 computes a second less.
-    assert found == StepParts(1, 6, 1, 1, 1, 1, forward_s=3, reducing_s=1, late_s=0.5, ranks=2)
+    assert found == StepParts(1, 6, 1, 1, 1, 1, forward_s=3, reducing_s=1, busy_s=0, late_s=0.5, ranks=2)
     assert found.step_s == 10
 
 
@@ -126,7 +126,7 @@ def test_many_steps_take_no_time() -> None:
     assert many.step_s == pytest.approx(10)
 
 
-PARTS = StepParts(0, 6.0, 1.0, 2.0, 0.0, 1.0, forward_s=3.0, reducing_s=3.0, late_s=0.0, ranks=4)
+PARTS = StepParts(0, 6.0, 1.0, 2.0, 0.0, 1.0, forward_s=3.0, reducing_s=3.0, busy_s=0.0, late_s=0.0, ranks=4)
 
 
 def speedups(parts: StepParts = PARTS, **trained_with: Any) -> dict[str, float]:
@@ -140,8 +140,14 @@ def test_sending_less_saves_at_most_the_wait_for_the_link() -> None:
     found = speedups(overlap="step", compression="bf16")
     assert found['compression="int8"'] == pytest.approx(10 / 8.5)
     assert 'compression="bf16"' not in found
-    found = speedups(replace(PARTS, link_s=3.0, rest_s=0.0), overlap="step", compression="int8")
-    assert found['overlap="local", every=8'] == pytest.approx(10 / (10 - 3 * 7 / 8))
+
+
+def test_local_hides_an_average_behind_a_round() -> None:
+    assert speedups(overlap="step", compression="int8")['overlap="local", every=8'] == pytest.approx(10 / 8)
+    late = replace(PARTS, link_s=72.0, reducing_s=80.0)  # 80 s a round of 8 steps of 8 s: 2 s a step are left
+    assert speedups(late, overlap="none")['overlap="local", every=8'] == pytest.approx(80 / 10)
+    waits = replace(PARTS, waiting_s=8.0)
+    assert speedups(waits, overlap="step")['overlap="local", every=8'] == pytest.approx(18 / 9)
 
 
 def test_what_does_not_go_together_is_not_advised() -> None:
@@ -165,14 +171,32 @@ def test_a_mode_that_hides_more() -> None:
     assert found["twice the batch, in samples per second"] == pytest.approx(20 / 14)
 
 
+def test_busy_cores_are_not_freed_by_hiding_more() -> None:
+    busy = replace(PARTS, busy_s=9.0)
+    found = speedups(busy, overlap="none", compression="int8")
+    assert found['overlap="step"'] == pytest.approx(10 / 9)
+    assert found['overlap="local", every=8'] == pytest.approx(10 / 8)
+    looks = [
+        Event("host busy", "utilization", rank, "u", at_s, at_s, {"share": share})
+        for rank in range(2)
+        for at_s, share in ((21.0, 1.0), (25.0, 0.5), (37.0, 0.9), (200.0, 1.0))
+    ]
+    sampled = parts_of(Trace((*trace().events, *looks), {}))
+    assert sampled.busy_s == pytest.approx(10 * (4 * 0.5 + 12 * 0.9) / 16)
+
+
 def test_a_run_that_only_computes() -> None:
-    alone = StepParts(0, 6.0, 0.0, 0.0, 0.0, 0.0, forward_s=3.0, reducing_s=3.0, late_s=0.0, ranks=2)
+    alone = StepParts(
+        0, 6.0, 0.0, 0.0, 0.0, 0.0, forward_s=3.0, reducing_s=3.0, busy_s=0.0, late_s=0.0, ranks=2
+    )
     assert changes(alone, {"overlap": "step", "compression": None}) == []
     assert describe(alone, []).endswith("no change that hvpipe knows would make it 3 % faster")
 
 
 def test_a_late_rank_is_named() -> None:
-    late = StepParts(1, 6.0, 1.0, 0.0, 0.0, 1.0, forward_s=3.0, reducing_s=3.0, late_s=2.0, ranks=2)
+    late = StepParts(
+        1, 6.0, 1.0, 0.0, 0.0, 1.0, forward_s=3.0, reducing_s=3.0, busy_s=0.0, late_s=2.0, ranks=2
+    )
     said = describe(late, changes(late, {"overlap": "step", "compression": None}))
     assert said.startswith("rank 1 takes longest: computing 75%, update 12%, link 0%, other ranks 0%, input")
     assert "  smaller batches on rank 1, larger ones elsewhere: 1.33x\n" in said
