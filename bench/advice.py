@@ -44,7 +44,7 @@ CASES = (
 )
 _CLOSE = 0.15
 _LIMIT_S = 900.0
-_STEPS, _LOCAL_STEPS = 12, 64  # the last average of "local" is waited for
+_STEPS, _LOCAL_STEPS = 30, 64  # the last average of "local" is waited for
 _MODE = re.compile(r'overlap="(\w+)"(?:, every=(\d+))?|compression="(\w+)"')
 
 
