@@ -15,8 +15,10 @@ own/counted                 samples since the statistics were averaged
 With overlap="local" trainable weights and the optimizer's state are each rank's own, too, and there are:
 
 own/round/momentum/3        of the outer step; also steps
-own/round/anchor/3          the last averaged weights, if a round was being averaged, and
-own/round/average/3         its average
+own/round/anchor/3          the last averaged weights, if ranks had weights of their own, and
+own/round/average/3         the average that was under way
+own/round/turns             turns of fragments that have ended, and by fragment
+own/round/steps_since       steps since this rank sent it; also samples_since
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ class BucketReducer:
         self, session: Session, name: str, variables: Sequence[Any], options: ReduceOptions = ReduceOptions()
     ) -> None:
         self.session = session
+        self.name = name
         self.variables = list(variables)
+        self.options = options
         gradients = [
             Gradient(
                 f"{place} {_role(v)}",

@@ -3,6 +3,11 @@
     rank 0  | steps of round 1 | steps of round 2 | correct | steps of round 3 | correct |
                                  reduce round 1 ........      reduce round 2 ........
 
+With fragments, each has rounds of its own, which end in turn (Streaming DiLoCo: Douillard et al., 2025):
+
+    rank 0  | steps | steps | correct 0 | steps | correct 1 | steps | correct 0 |
+                      reduce 0 ......     reduce 1 ......     reduce 0 ......
+
 The arithmetic runs eagerly between calls of the train function, on tensors that nothing changes. What happens
 after a step depends only on the number of steps, never on timing.
 """
@@ -11,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -19,6 +24,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import learning_rate_variable
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions
+from hvpipe.keras.data_parallel.compressed_reduce import make_reducer
 from hvpipe.keras.data_parallel.overlap import Buckets, Overlap, RoundOptions, Rounds
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.variables import native
@@ -27,46 +33,130 @@ from hvpipe.log import logger
 Tensors = list[Any]  # one for each variable of the plan
 
 
-@dataclass
-class _UnderWay:
-    """A round that is being reduced.
+class _Fragment:
+    """Variables that are averaged together, and where this rank is with them.
+
+    The anchor is their last averaged value, equal on all ranks. While an average is under way, weights are
+    what this rank has made of its own value when it sent.
 
     Args:
-        tokens: A token for each bucket, to collect it by.
-        average: The average, once it is collected.
+        reducer: Of these variables.
+        places: Their places among all variables of the model's plan.
+        options: Of the rounds.
     """
 
-    tokens: Sequence[Any] = ()
-    average: Tensors = field(default_factory=list)
+    def __init__(self, reducer: BucketReducer, places: Sequence[int], options: RoundOptions) -> None:
+        self.reducer = reducer
+        self.places = tuple(places)
+        self.anchor: Tensors = []
+        self.start: Tensors = []  # less the weights: what this rank has changed and not sent
+        self.momentum: Tensors = []  # empty: zeros
+        self.sent = False
+        """Whether an average is under way."""
+        self.steps = 0
+        """Steps since this rank sent last."""
+        self.counted = 0.0
+        """The samples of this rank when it sent last."""
+        self._options = options
+        self._tokens: Sequence[Any] = ()
+        self._average: Tensors = []
+
+    def begin(self, counted: float) -> None:
+        """Begin where all ranks have equal weights."""
+        self.anchor = self.start = self._values()
+        self.steps, self.counted = 0, counted
+
+    def send(self, counted: float) -> None:
+        """Send what this rank has changed since it sent last; collective."""
+        weights = self._values()
+        difference = [start - now for start, now in zip(self.start, weights, strict=True)]
+        share = self.reducer.announce(tf.constant(counted - self.counted, tf.float64))
+        self._tokens = self.reducer.submit(share, difference)
+        self.sent, self.start, self.steps, self.counted = True, weights, 0, counted
+
+    def average(self) -> Tensors:
+        """Return the average that is under way, once it has come; no tensors if none is."""
+        if self.sent and not self._average:
+            self._average = self.reducer.collect_all(self._tokens)
+        return self._average
+
+    def correct(self) -> None:
+        """Move the anchor by the average, and go on there with what this rank has changed since it sent."""
+        average = self.average()
+        self.forget()
+        self.anchor = self._after_outer_step(average)
+        weights = self.anchor
+        if self.steps:
+            each = zip(self.anchor, self.start, self._values(), strict=True)
+            weights = [anchor - (start - now) for anchor, start, now in each]
+        self.start = self.anchor
+        for variable, value in zip(self.reducer.variables, weights, strict=True):
+            native(variable).assign(value)
+
+    def _after_outer_step(self, average: Tensors) -> Tensors:
+        """Return the anchor after a step of SGD with Nesterov momentum."""
+        rate, momentum = self._options.learning_rate, self._options.momentum
+        steps = average
+        if momentum:
+            before = self.momentum or [tf.zeros_like(mean) for mean in average]
+            self.momentum = [momentum * m + mean for m, mean in zip(before, average, strict=True)]
+            steps = [mean + momentum * m for m, mean in zip(self.momentum, average, strict=True)]
+        moved = [anchor - rate * step for anchor, step in zip(self.anchor, steps, strict=True)]
+        return [_constrained(v, value) for v, value in zip(self.reducer.variables, moved, strict=True)]
+
+    def forget(self) -> None:
+        """Forget the average that is under way."""
+        self.sent, self._tokens, self._average = False, (), []
+
+    def resume(self, average: Tensors, anchor: Tensors, steps: int, counted: float) -> None:
+        """Go on with the weights of that moment."""
+        self.anchor, self.start = anchor, self._values() if average else anchor
+        self.sent, self._average = bool(average), average
+        self.steps, self.counted = steps, counted
+
+    def _values(self) -> Tensors:
+        return [native(v).read_value() for v in self.reducer.variables]
 
 
 class LocalRounds(Rounds):
     """The rounds of one model on this rank.
 
-    The anchor is the last averaged model, equal on all ranks. While a round is being reduced, a rank's
-    weights at the start of the next one are the anchor less this rank's own difference of that round.
+    Fragments take turns: at the end of a turn one sends, and the one before it is corrected.
+
+    Args:
+        options: How long they are, and the outer step.
+        reducers: A reducer for each fragment.
+        places: For each fragment, its variables' places among all.
     """
 
-    def __init__(self, options: RoundOptions, reducer: BucketReducer) -> None:
+    def __init__(
+        self, options: RoundOptions, reducers: Sequence[BucketReducer], places: Sequence[Sequence[int]]
+    ) -> None:
         self._options = options
-        self._reducer = reducer
-        self._anchor: Tensors = []  # empty: the ranks have equal weights, and no round has begun
-        self._start: Tensors = []  # this rank's weights at the start of the round
-        self._momentum: Tensors = []  # empty: zeros
-        self._under_way: _UnderWay | None = None
+        self._fragments = [_Fragment(*each, options) for each in zip(reducers, places, strict=True)]
+        self._session = reducers[0].session
+        self._begun = False  # if not, the ranks have equal weights
+        self._turns = 0  # that have ended since
         self.steps = 0
-        self._steps_before = 0  # in all rounds before it
-        self._counted = 0.0  # samples of this rank before this round
+        self._steps_before = 0  # in all turns before this one
+        self._counted = 0.0  # samples of this rank when the last turn ended
+
+    @property
+    def _last(self) -> _Fragment:
+        return self._fragments[(self._turns - 1) % len(self._fragments)]
 
     def check_length(self, steps: int) -> None:
-        if self._options.every % steps:
+        if self._options.turn % steps:
+            every, fragments = self._options.every, self._options.fragments
+            turn = "every" if fragments == 1 else "every / fragments"
+            received = f"every={every}" + (f", fragments={fragments}" if fragments > 1 else "")
             raise HvpipeError(
-                "every should be a multiple of steps_per_execution. "
-                f"Received: every={self._options.every} with steps_per_execution={steps}"
+                f"{turn} should be a multiple of steps_per_execution. "
+                f"Received: {received} with steps_per_execution={steps}"
             )
 
     def check_readable(self) -> None:
-        if self._anchor:
+        if self._begun:
             raise HvpipeError(
                 'With overlap="local" each rank has weights of its own between steps: read and set them when '
                 "an epoch has ended, or call evaluate on all ranks first, which ends the round. "
@@ -74,131 +164,132 @@ class LocalRounds(Rounds):
             )
 
     def begin_steps(self, counted: Callable[[], float]) -> None:
-        if not self._anchor:
-            self._anchor = self._start = self._values()
-            self._counted = counted()
+        if not self._begun:
+            samples = counted()
+            for fragment in self._fragments:
+                fragment.begin(samples)
+            self._begun, self._turns = True, 0
 
     def end_steps(self, steps: int, counted: Callable[[], float]) -> None:
         self.steps += steps
-        if self.steps >= self._options.every:
-            waits = self._steps_before + self.steps <= self._options.waiting_steps
-            self._end_round(counted(), waits)
+        for fragment in self._fragments:
+            fragment.steps += steps
+        if self.steps >= self._options.turn:
+            self._end_turn(counted())
+
+    def _end_turn(self, counted: float) -> None:
+        if self._last.sent:
+            self._last.correct()
+        self._steps_before += self.steps
+        self._counted = counted
+        self.steps = 0
+        self._turns += 1
+        self._last.send(counted)
+        if self._steps_before <= self._options.waiting_steps:
+            self._last.correct()
+            if len(self._fragments) == 1:
+                self._forget()  # the ranks have equal weights
 
     def complete(self, counted: Callable[[], float]) -> None:
-        """End the round early, and wait for all averages: then all ranks have the anchor; collective."""
-        if not self._anchor:
+        """End the round early, and wait for all averages: then all ranks have the anchors; collective."""
+        if not self._begun:
             return
-        self._reducer.session.engine.agree(f"the end of a round after {self.steps} steps")
-        if self.steps:
-            self._end_round(counted(), waits=True)
-        elif self._under_way is not None:
-            self._take_outer_step()
-            self._go_on_from_anchor()
-        self._anchor, self._start = [], []  # a round that began at the end of the data has no step
+        turn = f"turn {self._turns} of a round" if len(self._fragments) > 1 else "a round"
+        self._session.engine.agree(f"the end of {turn} after {self.steps} steps")
+        if self._last.sent:
+            self._last.correct()
+        samples = counted()
+        unsent = [fragment for fragment in self._fragments if fragment.steps]
+        for fragment in unsent:
+            fragment.send(samples)
+        for fragment in unsent:
+            fragment.correct()
+        self._steps_before += self.steps
+        self._forget()
 
     def drop(self) -> None:
-        self._average()
-        self._under_way = None
-        self._anchor, self._start, self.steps = [], [], 0
+        self._last.average()
+        self._forget()
 
-    def _end_round(self, counted: float, waits: bool) -> None:
-        weights = self._values()
-        difference = [start - now for start, now in zip(self._start, weights, strict=True)]
-        corrects = self._under_way is not None
-        if corrects:
-            self._take_outer_step()
-        self._send(difference, counted - self._counted)
-        self._steps_before += self.steps
-        self.steps, self._counted = 0, counted
-        if waits:
-            self._take_outer_step()
-            self._go_on_from_anchor()
-            return
-        if corrects:
-            weights = [a - mine for a, mine in zip(self._anchor, difference, strict=True)]
-            self._assign(weights)
-        self._start = weights
-
-    def _send(self, difference: Tensors, samples: float) -> None:
-        share = self._reducer.announce(tf.constant(samples, tf.float64))
-        self._under_way = _UnderWay(self._reducer.submit(share, difference))
-
-    def _average(self) -> Tensors:
-        """Return the average of the round under way, once it has come; no tensors if none is."""
-        if self._under_way is not None and not self._under_way.average:
-            self._under_way.average = self._reducer.collect_all(self._under_way.tokens)
-        return [] if self._under_way is None else self._under_way.average
-
-    def _take_outer_step(self) -> None:
-        """Move the anchor by the average of the round under way: SGD with Nesterov momentum."""
-        average = self._average()
-        self._under_way = None
-        rate, momentum = self._options.learning_rate, self._options.momentum
-        steps = average
-        if momentum:
-            before = self._momentum or [tf.zeros_like(mean) for mean in average]
-            self._momentum = [momentum * m + mean for m, mean in zip(before, average, strict=True)]
-            steps = [mean + momentum * m for m, mean in zip(self._momentum, average, strict=True)]
-        moved = [anchor - rate * step for anchor, step in zip(self._anchor, steps, strict=True)]
-        variables = self._reducer.variables
-        self._anchor = [_constrained(v, value) for v, value in zip(variables, moved, strict=True)]
-
-    def _go_on_from_anchor(self) -> None:
-        self._assign(self._anchor)
-        self._anchor, self._start = [], []
+    def _forget(self) -> None:
+        """Begin again with the weights as they are."""
+        for fragment in self._fragments:
+            fragment.forget()
+            fragment.anchor, fragment.start = [], []
+        self._begun, self.steps = False, 0
 
     # --- Checkpoints -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        # The average, since sending a difference again would add what compression has left out once more.
-        lists = {"momentum": self._momentum, "average": self._average()}
-        if self._under_way is not None:
-            lists["anchor"] = self._anchor
+        found: dict[str, Any] = {}
         with on_the_host():
-            found = {
-                f"{name}/{place}": tf.identity(tensor)
-                for name, tensors in lists.items()
-                for place, tensor in enumerate(tensors)
-            }
+            for fragment in self._fragments:
+                # The average, since sending again would add what compression has left out once more.
+                lists = {"momentum": fragment.momentum, "average": fragment.average()}
+                if fragment.sent or len(self._fragments) > 1:
+                    lists["anchor"] = fragment.anchor
+                for name, tensors in lists.items():
+                    each = zip(fragment.places, tensors, strict=False)
+                    found |= {f"{name}/{place}": tf.identity(tensor) for place, tensor in each}
             found["steps"] = tf.constant(self._steps_before, tf.int64)
+            found["turns"] = tf.constant(self._turns, tf.int64)
+            found["steps_since"] = tf.constant([f.steps for f in self._fragments], tf.int64)
+            samples = [self._counted - fragment.counted for fragment in self._fragments]
+            found["samples_since"] = tf.constant(samples, tf.float64)
         return found
 
     def resume(self, state: Mapping[str, Any], counted: Callable[[], float]) -> None:
         if not state:
             return
         self.drop()
-        self._momentum = self._listed(state, "momentum")
-        if self._momentum and not self._options.momentum:
-            self._momentum = []
-            if self._reducer.rank == 0:
-                logger.warning(
-                    "hvpipe: outer_momentum should be as in the training that wrote the checkpoint. "
-                    "Received: outer_momentum=0 and a checkpoint with an outer momentum, which is not used"
-                )
+        for fragment in self._fragments:
+            fragment.momentum = self._listed(state, "momentum", fragment)
+        self._check_momentum()
         self._steps_before = int(state["steps"])
-        average = self._listed(state, "average")
-        if average:
-            self._anchor, self._start = self._listed(state, "anchor"), self._values()
-            self._counted = counted()
-            self._under_way = _UnderWay(average=average)
+        if not any(name.startswith("anchor/") for name in state):
+            return  # the ranks had equal weights
+        if len(state["steps_since"]) != len(self._fragments):
+            raise HvpipeError(
+                "fragments should be as in the training that wrote the checkpoint, which was within a round: "
+                f"{len(state['steps_since'])}. Received: fragments={len(self._fragments)}"
+            )
+        self._begun, self._turns, self._counted = True, int(state["turns"]), counted()
+        since = zip(state["steps_since"], state["samples_since"], strict=True)
+        for fragment, (steps, samples) in zip(self._fragments, since, strict=True):
+            average, anchor = (self._listed(state, name, fragment) for name in ("average", "anchor"))
+            fragment.resume(average, anchor, int(steps), self._counted - float(samples))
 
-    def _listed(self, state: Mapping[str, Any], name: str) -> Tensors:
+    def _check_momentum(self) -> None:
+        if self._options.momentum or not self._fragments[0].momentum:
+            return
+        for fragment in self._fragments:
+            fragment.momentum = []
+        if self._session.world.rank == 0:
+            logger.warning(
+                "hvpipe: outer_momentum should be as in the training that wrote the checkpoint. "
+                "Received: outer_momentum=0 and a checkpoint with an outer momentum, which is not used"
+            )
+
+    def _listed(self, state: Mapping[str, Any], name: str, fragment: _Fragment) -> Tensors:
         """Return the saved tensors of this name; bfloat16 is saved as integers."""
-        if f"{name}/0" not in state:
+        names = [f"{name}/{place}" for place in fragment.places]
+        if not all(name in state for name in names):
             return []
-        variables = self._reducer.variables
-        found = [tf.convert_to_tensor(state[f"{name}/{i}"]) for i in range(len(variables))]
-        types = [tf.as_dtype(v.dtype) for v in variables]
+        found = [tf.convert_to_tensor(state[name]) for name in names]
+        types = [tf.as_dtype(v.dtype) for v in fragment.reducer.variables]
         return [tf.bitcast(t, d) if t.dtype.is_integer else t for t, d in zip(found, types, strict=True)]
 
-    # --- Weights ---------------------------------------------------------------------------------------
 
-    def _values(self) -> Tensors:
-        return [native(v).read_value() for v in self._reducer.variables]
-
-    def _assign(self, values: Tensors) -> None:
-        for variable, value in zip(self._reducer.variables, values, strict=True):
-            native(variable).assign(value)
+def _cut(variables: Sequence[Any], fragments: int) -> list[list[int]]:
+    """Return the places of each fragment's variables, so that fragments have about equally many bytes."""
+    sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
+    found: list[list[int]] = [[] for _ in range(fragments)]
+    filled = [0] * fragments
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        least = filled.index(min(filled))
+        found[least].append(place)
+        filled[least] += sizes[place]
+    return [sorted(places) for places in found]
 
 
 def _constrained(variable: Any, value: Any) -> Any:
@@ -228,11 +319,27 @@ class LocalOverlap(Overlap):
 
     @classmethod
     def rounds_from(
-        cls, name: str, every: int | None, learning_rate: float, momentum: float, warmup_steps: int
+        cls,
+        name: str,
+        every: int | None,
+        fragments: int,
+        learning_rate: float,
+        momentum: float,
+        warmup_steps: int,
     ) -> RoundOptions:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise HvpipeError(
                 f'overlap="local" needs every, the steps of a round, at least 1. Received: every={every!r}'
+            )
+        if (
+            not isinstance(fragments, int)
+            or isinstance(fragments, bool)
+            or fragments < 1
+            or every % fragments
+        ):
+            raise HvpipeError(
+                "fragments should be a whole number of which every is a multiple. "
+                f"Received: fragments={fragments!r} with every={every}"
             )
         if not 0 < learning_rate < math.inf:
             raise HvpipeError(
@@ -242,7 +349,7 @@ class LocalOverlap(Overlap):
             raise HvpipeError(
                 f"outer_momentum should be from 0 to below 1. Received: outer_momentum={momentum}"
             )
-        return RoundOptions(every, learning_rate, momentum, warmup_steps)
+        return RoundOptions(every, learning_rate, momentum, warmup_steps, fragments)
 
     @classmethod
     def check_options(cls, nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:
@@ -288,11 +395,49 @@ class LocalOverlap(Overlap):
             )
 
     def reduce_options(self, options: ReduceOptions) -> ReduceOptions:
-        return replace(options, slices=False)  # differences of weights are dense
+        self._compression = options.compression
+        in_fragments = self._options.rounds.fragments > 1
+        # Differences of weights are dense. What reduces all variables together does not run with fragments.
+        return replace(options, slices=False, compression=None if in_fragments else options.compression)
 
     def attach(self, buckets: Buckets) -> None:
         super().attach(buckets)
-        self.rounds = LocalRounds(self._options.rounds, buckets.reducer)
+        rounds, whole = self._options.rounds, buckets.reducer
+        if rounds.fragments == 1:
+            self._reducers, self._places = [whole], [list(range(len(whole.variables)))]
+        else:
+            self._cut(whole)
+        self.rounds = LocalRounds(rounds, self._reducers, self._places)
+
+    def _cut(self, whole: BucketReducer) -> None:
+        fragments, most = self._options.rounds.fragments, len(whole.variables)
+        if fragments > most:
+            raise HvpipeError(
+                f"fragments should be at most {most}, the trained variables. Received: fragments={fragments}"
+            )
+        self._places = _cut(whole.variables, fragments)
+        self._reducers = [
+            make_reducer(
+                whole.session,
+                f"{whole.name}, fragment {number}",
+                [whole.variables[place] for place in places],
+                replace(
+                    whole.options,
+                    compression=self._compression,
+                    places=tuple(whole.options.places[place] for place in places),
+                ),
+            )
+            for number, places in enumerate(self._places)
+        ]
+        whole.end()
+
+    def compression_state(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for reducer, places in zip(self._reducers, self._places, strict=True):
+            for name, variable in reducer.state().items():
+                kind, _, place = name.rpartition("/")
+                found[f"{kind}/{places[int(place)]}"] = variable
+        return found
 
     def apply(
         self, gradients: Sequence[Any], variables: Sequence[Any], reduce_and_update: Callable[[], None]

@@ -92,6 +92,7 @@ def data_parallel(
     overlap: str = "step",
     *,
     every: int | None = None,
+    fragments: int = 1,
     outer_learning_rate: float = 1.0,
     outer_momentum: float = 0.0,
     compression: str | None = None,
@@ -125,6 +126,9 @@ def data_parallel(
             is for links on which "step" waits most of the time. It is a different algorithm, too (DaSGD:
             Zhou et al., 2020); docs/data-parallel.md has the formula.
         every: Steps in a round. Required with "local", refused otherwise.
+        fragments: With "local": parts of the model, of about equally many bytes, whose rounds end in turn,
+            each `every / fragments` steps after the one before (Streaming DiLoCo: Douillard et al., 2025).
+            Averages are then late by so many steps instead of by `every`, and the link is used evenly.
         outer_learning_rate: With "local": the learning rate of the step on the averaged changes. 1 with
             `outer_momentum=0` averages weights. DiLoCo (Douillard et al., 2023) has 0.7 and 0.9, for
             rounds of hundreds of steps.
@@ -173,6 +177,7 @@ def data_parallel(
         data_parallel,
         overlap=overlap,
         every=every,
+        fragments=fragments,
         outer_learning_rate=outer_learning_rate,
         outer_momentum=outer_momentum,
         compression=compression,
@@ -184,7 +189,7 @@ def data_parallel(
         samples=samples,
     )
     mode = overlap_named(overlap)
-    rounds = mode.rounds_from(overlap, every, outer_learning_rate, outer_momentum, warmup_steps)
+    rounds = mode.rounds_from(overlap, every, fragments, outer_learning_rate, outer_momentum, warmup_steps)
     compresses = compression_named(compression) is not None
     if not isinstance(model, keras.Model):
         raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")

@@ -38,12 +38,19 @@ class RoundOptions:
         learning_rate: Of the outer step.
         momentum: Nesterov momentum of the outer step.
         waiting_steps: Rounds that end within so many steps wait for their average.
+        fragments: Parts of the model whose rounds end in turn.
     """
 
     every: int = 1
     learning_rate: float = 1.0
     momentum: float = 0.0
     waiting_steps: int = 0
+    fragments: int = 1
+
+    @property
+    def turn(self) -> int:
+        """Steps between the ends of two fragments' rounds."""
+        return self.every // self.fragments
 
 
 @dataclass(frozen=True)
@@ -132,14 +139,20 @@ class Overlap:
 
     @classmethod
     def rounds_from(
-        cls, name: str, every: int | None, learning_rate: float, momentum: float, warmup_steps: int
+        cls,
+        name: str,
+        every: int | None,
+        fragments: int,
+        learning_rate: float,
+        momentum: float,
+        warmup_steps: int,
     ) -> RoundOptions:
         """Return the rounds that were asked for. Raises HvpipeError for wrong arguments."""
-        if every is not None or (learning_rate, momentum) != (1.0, 0.0):
+        if every is not None or (fragments, learning_rate, momentum) != (1, 1.0, 0.0):
             raise HvpipeError(
-                'every, outer_learning_rate and outer_momentum are for overlap="local". Received: '
-                f"every={every}, outer_learning_rate={learning_rate} and outer_momentum={momentum} with "
-                f"overlap={name!r}"
+                'every, fragments, outer_learning_rate and outer_momentum are for overlap="local". Received: '
+                f"every={every}, fragments={fragments}, outer_learning_rate={learning_rate} and "
+                f"outer_momentum={momentum} with overlap={name!r}"
             )
         return RoundOptions()
 
@@ -233,6 +246,10 @@ class Overlap:
 
     def forget(self) -> None:
         """Forget the gradients that are under way, which are lost with a rank."""
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return the variables of compression that a resumed training needs, by name."""
+        return self.reducer.state()
 
     def completed_updates(self) -> Any:
         """Return how many deferred updates are complete (scalar); None if none are deferred."""

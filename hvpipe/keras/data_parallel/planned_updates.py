@@ -134,7 +134,7 @@ class PlannedUpdates:
 
     def compression_state(self) -> dict[str, Any]:
         """Return the variables of compression that a resumed training needs, by name."""
-        return {} if self.hook is None else self.mode.reducer.state()
+        return {} if self.hook is None else self.mode.compression_state()
 
     def resume(
         self,
@@ -157,7 +157,7 @@ class PlannedUpdates:
         (sums, steps, round_state, compression), self._held = self._held, None
         self.mode.resume(steps, sums)
         self.mode.rounds.resume(round_state, self._counted)
-        for name, variable in self.mode.reducer.state().items():
+        for name, variable in self.mode.compression_state().items():
             if name in compression and compression[name].shape == tuple(variable.shape):
                 variable.assign(compression[name])
         self.steps = steps

@@ -50,62 +50,77 @@ def linear() -> keras.Model:
 
 
 class Simulated:
-    """All ranks in one process, with plain Keras and NumPy."""
+    """All ranks in one process, with plain Keras and NumPy.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: The ranks.
+        turn: Steps between the ends of two fragments' rounds.
+        fragments: Each fragment's weights: 0 is the kernel, 1 the bias.
+    """
+
+    def __init__(self, size: int, turn: int, fragments: list[list[int]]) -> None:
         keras.utils.set_random_seed(5)
         self.ranks = [linear() for _ in range(size)]
+        self.turn, self.fragments = turn, fragments
         self.anchor: Arrays = self.ranks[0].get_weights()
         self.momentum = [np.zeros_like(a) for a in self.anchor]
         self.share = np.array([4 + 3 * rank for rank in range(size)]) / sum(4 + 3 * r for r in range(size))
         self.steps = 0
 
-    def outer_step(self, differences: list[Arrays]) -> None:
-        """Move the anchor by the weighted mean of the ranks' differences."""
-        mean = [
-            sum(w * d for w, d in zip(self.share, of_all, strict=True))
-            for of_all in zip(*differences, strict=True)
-        ]
-        self.momentum = [MOMENTUM * m + d for m, d in zip(self.momentum, mean, strict=True)]
-        nesterov = [d + MOMENTUM * m for m, d in zip(self.momentum, mean, strict=True)]
-        kernel, bias = (a - RATE * n for a, n in zip(self.anchor, nesterov, strict=True))
-        self.anchor = [np.array(LIMIT(kernel)), bias]
-
     def epoch(self) -> Arrays:
         """Return the averaged weights after an epoch."""
-        late: list[Arrays] | None = None
         for model in self.ranks:
             model.set_weights(self.anchor)
-        for first in range(0, STEPS, EVERY):
-            round_steps = range(first, min(first + EVERY, STEPS))
-            differences = []
+        self.starts = [model.get_weights() for model in self.ranks]
+        self.sent: dict[int, list[Arrays]] = {}
+        for step in range(STEPS):
             for rank, model in enumerate(self.ranks):
-                start = model.get_weights()
-                for step in round_steps:
-                    model.train_on_batch(*batch_of(rank, step))
-                differences.append([s - n for s, n in zip(start, model.get_weights(), strict=True)])
-            self.steps += len(round_steps)
-            if late is not None:
-                self.outer_step(late)
-            waits = self.steps <= WAITING_STEPS or round_steps.stop == STEPS
-            late = None if waits else differences
-            if waits:
-                self.outer_step(differences)
-            for model, own in zip(self.ranks, differences, strict=True):
-                left = [np.zeros_like(d) if waits else d for d in own]
-                model.set_weights([a - d for a, d in zip(self.anchor, left, strict=True)])
+                model.train_on_batch(*batch_of(rank, step))
+            self.steps += 1
+            turns, steps = divmod(step + 1, self.turn)
+            if not steps:
+                self.correct()
+                self.send(self.fragments[(turns - 1) % len(self.fragments)])
+                if self.steps <= WAITING_STEPS:
+                    self.correct()
+        self.correct()
+        self.send([0, 1])
+        self.correct()
         return self.anchor
 
+    def send(self, weights: list[int]) -> None:
+        """Note the weighted mean of what the ranks have changed in these weights since they sent them."""
+        now = [model.get_weights() for model in self.ranks]
+        for place in weights:
+            changed = [start[place] - weight[place] for start, weight in zip(self.starts, now, strict=True)]
+            self.sent[place] = sum(s * c for s, c in zip(self.share, changed, strict=True))
+            for start, weight in zip(self.starts, now, strict=True):
+                start[place] = weight[place]
 
-def simulate(size: int) -> tuple[list[Arrays], list[Arrays]]:
+    def correct(self) -> None:
+        """Move the anchor by what was sent. Ranks go on there with what they have changed since."""
+        now = [model.get_weights() for model in self.ranks]
+        for place, mean in self.sent.items():
+            self.momentum[place] = MOMENTUM * self.momentum[place] + mean
+            moved = self.anchor[place] - RATE * (mean + MOMENTUM * self.momentum[place])
+            self.anchor[place] = moved if place else np.array(LIMIT(moved))
+            for start, weight in zip(self.starts, now, strict=True):
+                weight[place] = self.anchor[place] - (start[place] - weight[place])
+                start[place] = self.anchor[place]
+        for model, weights in zip(self.ranks, now, strict=True):
+            model.set_weights(weights)
+        self.sent = {}
+
+
+def simulate(size: int, turn: int, fragments: list[list[int]]) -> tuple[list[Arrays], list[Arrays]]:
     """Return the averaged weights after each epoch, and every rank's own momenta at the end."""
-    simulated = Simulated(size)
+    simulated = Simulated(size, turn, fragments)
     if size == 1:  # plain Keras
         (model,) = simulated.ranks
         for step in [*range(STEPS)] * EPOCHS:
             model.train_on_batch(*batch_of(0, step))
         return [model.get_weights()], [slots_of(model)]
-    epochs = [simulated.epoch() for _ in range(EPOCHS)]
+    epochs = [[np.array(a) for a in simulated.epoch()] for _ in range(EPOCHS)]
     return epochs, [slots_of(model) for model in simulated.ranks]
 
 
@@ -129,10 +144,12 @@ def equal_on_all_ranks(arrays: Any) -> None:
 
 @pytest.mark.every_size
 @pytest.mark.older_tensorflow
-def test_weights_are_those_of_the_formula() -> None:
-    wanted, slots = by_rank_0(lambda: simulate(hvpipe.size()))
+@pytest.mark.parametrize("turn, fragments", [(EVERY, [[0, 1]]), (1, [[0], [1]])])
+def test_weights_are_those_of_the_formula(turn: int, fragments: list[list[int]]) -> None:
+    wanted, slots = by_rank_0(lambda: simulate(hvpipe.size(), turn, fragments))
     keras.utils.set_random_seed(5)
-    model = local(linear(), warmup_steps=WAITING_STEPS)
+    rounds = {"every": turn * len(fragments), "fragments": len(fragments)}
+    model = local(linear(), warmup_steps=WAITING_STEPS, **rounds)
     mine = [batch_of(hvpipe.rank(), step) for step in range(STEPS)]
     x, y = (np.concatenate(parts) for parts in zip(*mine, strict=True))
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4 + 3 * hvpipe.rank())
@@ -145,7 +162,8 @@ def test_weights_are_those_of_the_formula() -> None:
     alike(slots_of(model), slots[hvpipe.rank()])
     equal_on_all_ranks(seen[-1])
     if hvpipe.size() > 1:
-        assert hvpipe.counters()["steps"] - begun == EPOCHS * 3  # rounds, instead of steps
+        rounds_sent = 3 if len(fragments) == 1 else STEPS + 1  # of an epoch
+        assert hvpipe.counters()["steps"] - begun == EPOCHS * rounds_sent
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
@@ -252,6 +270,9 @@ def test_what_is_refused() -> None:
     assert "Received: every=0" in wrap(every=0)
     assert "Received: every=2.0" in wrap(every=2.0)
     assert 'are for overlap="local". Received: every=4' in wrap("step", every=4)
+    assert "Received: every=None, fragments=2" in wrap("step", fragments=2)
+    assert "of which every is a multiple. Received: fragments=3 with every=4" in wrap(every=4, fragments=3)
+    assert "Received: fragments=0 with" in wrap(every=4, fragments=0)
     assert "Received: outer_learning_rate=0" in wrap(every=2, outer_learning_rate=0)
     assert "Received: outer_momentum=1" in wrap(every=2, outer_momentum=1)
     assert "Received: nonfinite='skip'" in wrap(every=2, nonfinite="skip")
@@ -263,4 +284,8 @@ def test_what_is_refused() -> None:
     assert "with use_ema=True" in refused(lambda: fit(averaging, my_batches(2)))
     several = local(compiled(steps_per_execution=2))
     assert "every=3 with steps_per_execution=2" in refused(lambda: fit(several, my_batches(2)))
+    several = local(compiled(steps_per_execution=2), every=6, fragments=2)
+    assert "every=6, fragments=2 with steps_per_execution=2" in refused(lambda: fit(several, my_batches(2)))
+    many = local(compiled(), every=64, fragments=64)
+    assert "the trained variables. Received: fragments=64" in refused(lambda: fit(many, my_batches(2)))
     assert "needs fit" in refused(lambda: local(compiled()).train_on_batch(*samples(4)))
