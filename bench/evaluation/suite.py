@@ -180,7 +180,9 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="ranks on this host alone (default: 2)")
     parser.add_argument("--warm-up", type=int, default=3, help="untimed steps of a round (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a round (default: 8)")
-    parser.add_argument("--epochs", type=int, default=0, help="instead of steps, of digits, prose or table")
+    parser.add_argument(
+        "--epochs", type=int, default=0, help="instead of steps, of digits, prose, table and the like"
+    )
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each (default: 3)")
 

@@ -20,7 +20,8 @@ _TOKENS, _WORDS = 100, 50_000  # vocabularies of the transformer and of the text
 class Workload:
     """A model and its data: made up, or one of DATASETS, which trains by epochs.
 
-    `build(keras, pixels)` makes the model; `least_pixels` is its smallest input.
+    `build(keras, pixels)` makes the model; `least_pixels` is its smallest input. `adam_warm_up` is None for
+    SGD with momentum, or how many steps Adam's learning rate takes to grow to `rate`.
     """
 
     title: str
@@ -28,6 +29,7 @@ class Workload:
     data: str | int  # "images", the vocabulary of random texts, or a name of DATASETS
     rate: float = 0.01
     least_pixels: int = 1
+    adam_warm_up: int | None = None
 
 
 def _application(name: str) -> Callable[[Any, int], Any]:
@@ -81,6 +83,23 @@ def _digits(keras: Any, pixels: int) -> Any:
     return keras.Model(inputs, layers.Dense(10, activation="softmax")(x), name="digits")
 
 
+def _digits_norm(keras: Any, pixels: int) -> Any:
+    """Build a small residual network with batch normalisation."""
+    layers = keras.layers
+
+    def convolved(x: Any, filters: int) -> Any:
+        x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization(momentum=0.9)(x)
+
+    inputs = keras.Input((8, 8, 1))
+    x = layers.ReLU()(convolved(inputs, 64))
+    for _ in range(2):
+        y = layers.ReLU()(convolved(x, 64))
+        x = layers.ReLU()(layers.Add()([x, convolved(y, 64)]))
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(10, activation="softmax")(x), name="digits_norm")
+
+
 def _prose(keras: Any, length: int) -> Any:
     inputs, x = _transformer_trunk(keras, length, datasets.CHARACTERS, width=128, blocks=2)
     outputs = keras.layers.Dense(datasets.CHARACTERS, activation="softmax")(x)
@@ -102,6 +121,16 @@ WORKLOADS: dict[str, Workload] = {
     "text": Workload("text classifier with a large Embedding", _text, _WORDS),
     "digits": Workload("handwritten digits, small CNN", _digits, "digits", rate=0.05),
     "prose": Workload("characters of a manual, small transformer", _prose, "prose", rate=0.05),
+    "digits-norm": Workload(
+        "handwritten digits, small residual CNN with batch normalisation", _digits_norm, "digits", rate=0.05
+    ),
+    "prose-adam": Workload(
+        "characters of a manual, small transformer, Adam with warm-up",
+        _prose,
+        "prose",
+        rate=0.002,
+        adam_warm_up=40,
+    ),
     "table": Workload("table of numbers, dense layers", _table, "table", rate=0.02),
 }
 
@@ -132,7 +161,14 @@ def make_model(keras: Any, task: Task) -> Any:
 
 
 def make_optimizer(keras: Any, task: Task) -> Any:
-    return keras.optimizers.SGD(WORKLOADS[task.workload].rate, momentum=0.9)
+    workload = WORKLOADS[task.workload]
+    if workload.adam_warm_up is None:
+        return keras.optimizers.SGD(workload.rate, momentum=0.9)
+    forever = 10**9  # the schedule's cosine is flat within any training here
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.0, forever, warmup_target=workload.rate, warmup_steps=workload.adam_warm_up
+    )
+    return keras.optimizers.Adam(schedule)
 
 
 def compiled_model(keras: Any, task: Task, jit_compile: bool | str = False) -> Any:

@@ -144,7 +144,7 @@ def equal_on_all_ranks(arrays: Any) -> None:
 
 @pytest.mark.every_size
 @pytest.mark.older_tensorflow
-@pytest.mark.parametrize("turn, fragments", [(EVERY, [[0, 1]]), (1, [[0], [1]])])
+@pytest.mark.parametrize(("turn", "fragments"), [(EVERY, [[0, 1]]), (1, [[0], [1]])])
 def test_weights_are_those_of_the_formula(turn: int, fragments: list[list[int]]) -> None:
     wanted, slots = by_rank_0(lambda: simulate(hvpipe.size(), turn, fragments))
     keras.utils.set_random_seed(5)
