@@ -83,8 +83,9 @@ class Simulated:
                 self.send(self.fragments[(turns - 1) % len(self.fragments)])
                 if self.steps <= WAITING_STEPS:
                     self.correct()
+        last = self.fragments[(turns - 1) % len(self.fragments)] if not steps else []
         self.correct()
-        self.send([0, 1])
+        self.send([place for place in (0, 1) if place not in last])
         self.correct()
         return self.anchor
 
