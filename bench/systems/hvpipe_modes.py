@@ -19,8 +19,7 @@ def train(job: RankJob) -> None:
 
     hvpipe.init()
     options: dict[str, Any] = dict(job.options)
-    if "every" in options:
-        options["every"] = int(options["every"])
+    options |= {name: int(options[name]) for name in ("every", "fragments") if name in options}
     # Some modes begin with exact steps, which a timed round must not measure.
     options["warmup_steps"] = EXACT_STEPS if job.task.epochs else 0
     model = hk.data_parallel(compiled_model(keras, job.task), **options)

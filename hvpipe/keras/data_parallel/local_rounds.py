@@ -202,13 +202,15 @@ class LocalRounds(Rounds):
         unsent = [fragment for fragment in self._fragments if fragment.steps]
         for fragment in unsent:
             fragment.send(samples)
-        for fragment in unsent:
-            fragment.correct()
+        for fragment in self._fragments:
+            if fragment.sent:
+                fragment.correct()
         self._steps_before += self.steps
         self._forget()
 
     def drop(self) -> None:
-        self._last.average()
+        for fragment in self._fragments:
+            fragment.average()
         self._forget()
 
     def _forget(self) -> None:
@@ -222,10 +224,12 @@ class LocalRounds(Rounds):
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        # Averages, since sending again would add what compression has left out once more. They are computed
+        # where `correct` would compute them.
+        averages = [fragment.average() for fragment in self._fragments]
         with on_the_host():
-            for fragment in self._fragments:
-                # The average, since sending again would add what compression has left out once more.
-                lists = {"momentum": fragment.momentum, "average": fragment.average()}
+            for fragment, average in zip(self._fragments, averages, strict=True):
+                lists = {"momentum": fragment.momentum, "average": average}
                 if fragment.sent or len(self._fragments) > 1:
                     lists["anchor"] = fragment.anchor
                 for name, tensors in lists.items():
@@ -271,13 +275,16 @@ class LocalRounds(Rounds):
             )
 
     def _listed(self, state: Mapping[str, Any], name: str, fragment: _Fragment) -> Tensors:
-        """Return the saved tensors of this name; bfloat16 is saved as integers."""
-        names = [f"{name}/{place}" for place in fragment.places]
-        if not all(name in state for name in names):
+        """Return the saved tensors of this name, zeros for missing ones; bfloat16 is saved as integers."""
+        saved = [state.get(f"{name}/{place}") for place in fragment.places]
+        if all(value is None for value in saved):
             return []
-        found = [tf.convert_to_tensor(state[name]) for name in names]
-        types = [tf.as_dtype(v.dtype) for v in fragment.reducer.variables]
-        return [tf.bitcast(t, d) if t.dtype.is_integer else t for t, d in zip(found, types, strict=True)]
+        found = []
+        for value, variable in zip(saved, fragment.reducer.variables, strict=True):
+            dtype = tf.as_dtype(variable.dtype)
+            tensor = tf.zeros(variable.shape, dtype) if value is None else tf.convert_to_tensor(value)
+            found.append(tf.bitcast(tensor, dtype) if tensor.dtype.is_integer else tensor)
+        return found
 
 
 def _cut(variables: Sequence[Any], fragments: int) -> list[list[int]]:
@@ -415,6 +422,7 @@ class LocalOverlap(Overlap):
             raise HvpipeError(
                 f"fragments should be at most {most}, the trained variables. Received: fragments={fragments}"
             )
+        whole.end()  # its buffers are as large as those of all fragments
         self._places = _cut(whole.variables, fragments)
         self._reducers = [
             make_reducer(
@@ -429,7 +437,10 @@ class LocalOverlap(Overlap):
             )
             for number, places in enumerate(self._places)
         ]
-        whole.end()
+
+    def free(self) -> None:
+        for reducer in self._reducers:
+            reducer.end()
 
     def compression_state(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -229,6 +229,7 @@ def data_parallel(
         "overlap": overlap,
         "compression": compression,
         "every": every,
+        "fragments": fragments,
         "warmup_steps": warmup_steps if warms_up else 0,
     }
     DataParallel(model, methods, steps, elastic).attach()

@@ -100,6 +100,7 @@ class OptimizerHook:
     def unhook(self) -> None:
         """Restore the optimizer's own methods, and free the buffers. Do not use the hook afterwards."""
         self._overlap.rounds.drop()
+        self._overlap.free()
         for name in ("apply", "scale_loss"):
             vars(self.optimizer).pop(name, None)
         for buckets in self._plans.values():

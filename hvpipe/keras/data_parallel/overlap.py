@@ -195,6 +195,9 @@ class Overlap:
         """Reduce and update these buckets from now on."""
         self.buckets = buckets
 
+    def free(self) -> None:
+        """Free what `attach` has made."""
+
     # --- In the graph of a step ---------------------------------------------------------------------------
 
     def begin(self, samples: Any) -> None:

@@ -76,6 +76,7 @@ class Case:
     optimizer: Callable[[], Any]
     steps_per_epoch: int | None = None
     compression: str | None = None
+    fragments: int = 1
     batches: Callable[[], Any] | None = None
     slows: bool = True
 
@@ -118,8 +119,8 @@ CASES = [
     pytest.param(USUAL, id="step", marks=pytest.mark.older_tensorflow),
     pytest.param(Case("backward", accumulating, 4), id="accumulation and steps_per_epoch"),
     pytest.param(Case("stale", adam, 4), id="stale"),
-    pytest.param(Case("local", adam), id="local"),  # a round is being averaged at the checkpoint
-    pytest.param(Case("local", adam, compression="powersgd:2"), id="local in fragments, compressed"),
+    pytest.param(Case("local", adam, compression="powersgd:2"), id="local compressed"),
+    pytest.param(Case("local", adam, fragments=2), id="local in fragments"),
     pytest.param(Case("step", adam, compression="powersgd:2"), id="compression"),
     pytest.param(
         Case("none", scaled, batches=Shuffled), id="loss scaling and PyDataset", marks=pytest.mark.every_size
@@ -147,9 +148,9 @@ def model_of(case: Case) -> keras.Model:
         ]
     )
     model.compile(case.optimizer(), loss=loss(), metrics=["accuracy"])
-    rounds: dict[str, Any] = {"every": 2, "outer_momentum": 0.9} if case.overlap == "local" else {}
-    if rounds and case.compression:  # the checkpoint is within the rounds of all fragments but one
-        rounds["fragments"] = 2
+    rounds: dict[str, Any] = {}
+    if case.overlap == "local":  # at the checkpoint a round is being averaged, and another one is under way
+        rounds = {"every": 2, "fragments": case.fragments, "outer_momentum": 0.9}
     return hk.data_parallel(
         model, case.overlap, compression=case.compression, bucket_bytes=200, warmup_steps=2, **rounds
     )
