@@ -128,6 +128,8 @@ _ALL = (
         for name, of_what, options in (
             ("local", "", {}),
             ("local-int8", ", int8", {"compression": "int8"}),
+            ("streaming", " in 4 fragments", {"fragments": "4"}),
+            ("streaming-int8", " in 4 fragments, int8", {"fragments": "4", "compression": "int8"}),
         )
     ),
 )

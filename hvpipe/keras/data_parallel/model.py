@@ -102,6 +102,7 @@ def data_parallel(
     verify_every: int | None = None,
     nonfinite: str | None = None,
     samples: Callable[[Any], Any] | None = None,
+    link: str | None = None,
 ) -> Model:
     """Make `fit`, `train_on_batch` and `evaluate` of a model train on all ranks.
 
@@ -154,6 +155,8 @@ def data_parallel(
         samples: A function of a batch, as `train_step` gets it, that returns how many samples it has: what
             your loss divides by. Ranks are weighted by it. None: the length of the first target that has a
             loss; else of the targets, else of the sample weights, else of the inputs, which must agree.
+        link: "slow" chooses the fastest algorithm with other results that kept the accuracy in all trainings
+            of bench/README.md, and says which. None: what the other arguments say.
 
     Returns:
         The same model.
@@ -188,6 +191,8 @@ def data_parallel(
         nonfinite=nonfinite,
         samples=samples,
     )
+    if link is not None:
+        return again(model, **_chosen_for(link, again.keywords))
     mode = overlap_named(overlap)
     rounds = mode.rounds_from(overlap, every, fragments, outer_learning_rate, outer_momentum, warmup_steps)
     compresses = compression_named(compression) is not None
@@ -235,6 +240,28 @@ def data_parallel(
     DataParallel(model, methods, steps, elastic).attach()
     keep_in_copies(model, again)
     return model
+
+
+_FOR_SLOW_LINKS: Mapping[str, Any] = {"overlap": "local", "every": 8, "fragments": 4, "compression": None}
+
+
+def _chosen_for(link: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of `data_parallel` for this link, and say which they are."""
+    if link != "slow":
+        raise HvpipeError(f'link should be "slow" or None. Received: link={link!r}')
+    usual = inspect.signature(data_parallel).parameters
+    given = [f"{name}={asked[name]!r}" for name in _FOR_SLOW_LINKS if asked[name] != usual[name].default]
+    if given:
+        raise HvpipeError(
+            f'link="slow" chooses {", ".join(_FOR_SLOW_LINKS)}: leave them out. Received: {", ".join(given)}'
+        )
+    if current().world.rank == 0:
+        logger.warning(
+            'hvpipe: link="slow" trains with %s. Each rank updates with its own gradients and averages come '
+            "late, so results differ from those of the default.",
+            ", ".join(f"{name}={value!r}" for name, value in _FOR_SLOW_LINKS.items() if value is not None),
+        )
+    return _FOR_SLOW_LINKS
 
 
 class DataParallel:
