@@ -125,13 +125,9 @@ _ALL = (
             uneven=True,
             least_steps=24,  # three averages, of which only the last one waits for the link
         )
-        for name, of_what, options in (
-            ("local", "", {}),
-            ("local-int8", ", int8", {"compression": "int8"}),
-            ("streaming", " in 4 fragments", {"fragments": "4"}),
-            ("streaming-int8", " in 4 fragments, int8", {"fragments": "4", "compression": "int8"}),
-        )
+        for name, of_what, options in (("local", "", {}), ("local-int8", ", int8", {"compression": "int8"}))
     ),
+    _hvpipe("slow-link", 'link="slow"', {"link": "slow"}, exact=False, uneven=True, least_steps=24),
 )
 
 SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}

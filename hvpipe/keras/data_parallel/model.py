@@ -54,7 +54,7 @@ from hvpipe.keras.named.sync_batch_norm import normalise_alone, normalise_over_r
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.training_alone import refuse_alone
-from hvpipe.plan.compression import compression_named
+from hvpipe.plan.compression import MOST_RANKS, compression_named
 from hvpipe.session import Session, current, run_directly
 
 Model = TypeVar("Model", bound=keras.Model)
@@ -242,7 +242,7 @@ def data_parallel(
     return model
 
 
-_FOR_SLOW_LINKS: Mapping[str, Any] = {"overlap": "local", "every": 8, "fragments": 4, "compression": None}
+_FOR_SLOW_LINKS: Mapping[str, Any] = {"overlap": "local", "every": 4, "fragments": 4, "compression": "int8"}
 
 
 def _chosen_for(link: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -255,13 +255,16 @@ def _chosen_for(link: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         raise HvpipeError(
             f'link="slow" chooses {", ".join(_FOR_SLOW_LINKS)}: leave them out. Received: {", ".join(given)}'
         )
-    if current().world.rank == 0:
+    chosen, world = dict(_FOR_SLOW_LINKS), current().world
+    if world.size > MOST_RANKS:
+        chosen["compression"] = "bf16"
+    if world.rank == 0:
         logger.warning(
             'hvpipe: link="slow" trains with %s. Each rank updates with its own gradients and averages come '
             "late, so results differ from those of the default.",
-            ", ".join(f"{name}={value!r}" for name, value in _FOR_SLOW_LINKS.items() if value is not None),
+            ", ".join(f"{name}={value!r}" for name, value in chosen.items()),
         )
-    return _FOR_SLOW_LINKS
+    return chosen
 
 
 class DataParallel:
