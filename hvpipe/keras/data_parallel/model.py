@@ -229,14 +229,8 @@ def data_parallel(
     if session.settings.elastic and session.world.size > 1:
         elastic = Elastic(session, model, steps.updates, steps.untrained, steps.train_counter)
         steps.around = elastic.around
-    warms_up = compresses or not mode.exact
-    session.trained_with = {
-        "overlap": overlap,
-        "compression": compression,
-        "every": every,
-        "fragments": fragments,
-        "warmup_steps": warmup_steps if warms_up else 0,
-    }
+    told = {name: again.keywords[name] for name in ("overlap", "compression", "every", "fragments")}
+    session.trained_with = {**told, "warmup_steps": warmup_steps if compresses or not mode.exact else 0}
     DataParallel(model, methods, steps, elastic).attach()
     keep_in_copies(model, again)
     return model

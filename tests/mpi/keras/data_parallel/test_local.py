@@ -270,7 +270,9 @@ def test_compressed_differences_send_less_and_lose_nothing_for_good() -> None:
 
 def test_a_slow_link_chooses_and_says_what(caplog: pytest.LogCaptureFixture) -> None:
     model = hk.data_parallel(compiled(), link="slow", warmup_steps=3)
-    said = "overlap='local', every=4, fragments=4, compression='int8'. Each rank updates with its own gradients"
+    said = (
+        "overlap='local', every=4, fragments=4, compression='int8'. Each rank updates with its own gradients"
+    )
     assert (said in caplog.text) == (hvpipe.rank() == 0)
     fit(model, my_batches(9))
     equal_on_all_ranks(model.get_weights())
