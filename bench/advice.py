@@ -42,6 +42,7 @@ CASES = (
     ("2x300mbit", "transformer", 8, "step"),
     ("4x1gbit", "mobilenetv2", 8, "none"),
 )
+_EXACT = ("none", "backward", "step")  # of which there is advice
 _CLOSE = 0.15
 _LIMIT_S = 900.0
 _STEPS, _LOCAL_STEPS = 30, 64  # the last average of "local" is waited for
@@ -49,13 +50,11 @@ _MODE = re.compile(r'overlap="(\w+)"(?:, every=(\d+))?|compression="(\w+)"')
 
 
 def trained(
-    hosts: Hosts, cluster: str, workload: str, batch: int, options: dict[str, str], trace: Path | None = None
+    hosts: Hosts, cluster: str, workload: str, batch: int, options: dict[str, str], trace: Path
 ) -> Round:
     """Train some steps with these options of hvpipe."""
     usual = SYSTEMS["hvpipe-local" if options["overlap"] == "local" else "hvpipe-step"]
-    system: System = replace(
-        usual, name="hvpipe", options=options, environment={"HVPIPE_TRACE": str(trace)} if trace else {}
-    )
+    system: System = replace(usual, name="hvpipe", options=options, environment={"HVPIPE_TRACE": str(trace)})
     steps = _LOCAL_STEPS if options["overlap"] == "local" else _STEPS
     task = Task(workload, batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=3, steps=steps)
     case = Case("hvpipe", cluster, hosts.spec.slots, task)
@@ -81,13 +80,17 @@ def row(case: tuple[str, str, int, str]) -> list[str]:
         before_s = seconds(trained(hosts, cluster, workload, batch, options, file))
         trace = Trace.read(file)
         parts = step_parts(trace)
-        advised = changes(parts, trace.metadata["trained_with"]) if parts else []
+        if isinstance(parts, str):
+            raise BenchError(f"A case should have advice. Received: {parts}")
+        advised = changes(parts, trace.metadata["trained_with"])
         change = next((each for each in advised if _MODE.search(each.what) or "batch," in each.what), None)
         where = [cluster, f"{workload}, {batch}", overlap, format_time(before_s)]
         if change is None:
             return [*where, "none", "", "", ""]
         more = 2 if _MODE.search(change.what) is None else 1
-        after_s = seconds(trained(hosts, cluster, workload, more * batch, options | _options_of(change)))
+        after_s = seconds(
+            trained(hosts, cluster, workload, more * batch, options | _options_of(change), file)
+        )
         measured = more * before_s / after_s
         off = change.speedup / measured - 1
         return [*where, change.what, f"{change.speedup:.2f}x", f"{measured:.2f}x", f"{off:+.0%}"]
@@ -115,7 +118,7 @@ def _measure(options: argparse.Namespace) -> int:
     cases = CASES
     if options.case:
         split = [text.split(",") for text in options.case]
-        if not all(len(parts) == 4 and parts[2].isdecimal() for parts in split):
+        if not all(len(parts) == 4 and parts[2].isdecimal() and parts[3] in _EXACT for parts in split):
             raise BenchError(f"A case should be as 2x300mbit,mobilenetv2,8,none. Received: {options.case}")
         cases = tuple((parts[0], parts[1], int(parts[2]), parts[3]) for parts in split)
     rows = []

@@ -326,10 +326,13 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = tuple(Event("step", "step", 0, "step", float(i), i + 0.5) for i in range(3))
     Trace(steps).write(tmp_path / "t.json")
     assert cli.main(["report", str(tmp_path / "t.json")]) == 0
-    assert "step                  500 ms" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "step                  500 ms" in shown
+    assert "no advice: nothing was reduced over ranks" in shown
     assert cli.main(["report", "--json", str(tmp_path / "t.json")]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["step_s"], found["advice"]) == (0.5, {"step": None, "changes": []})
+    why_not = "nothing was reduced over ranks"
+    assert (found["step_s"], found["advice"]) == (0.5, {"step": None, "changes": [], "why_not": why_not})
 
 
 def test_report_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,7 +346,7 @@ def test_report_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     Trace(tuple(events), {"trained_with": trained_with}).write(tmp_path / "t.json")
     assert cli.main(["report", str(tmp_path / "t.json")]) == 0
     shown = capsys.readouterr().out
-    assert "rank 0 takes longest: computing 50%, update 0%, link 50%" in shown
+    assert "a step of rank 0: computing 50%, link 50%, update 0%" in shown
     assert '  overlap="step": 2.00x\n' in shown
     assert cli.main(["report", "--json", str(tmp_path / "t.json")]) == 0
     advice = json.loads(capsys.readouterr().out)["advice"]

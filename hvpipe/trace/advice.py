@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from statistics import fmean, median
 from typing import Any
 
@@ -23,6 +24,7 @@ _FIRST = 2  # steps that trace and warm up
 _LEAST = 3  # steps that make a mean
 _PAUSE = 0.5  # of a usual step: a longer time in which nothing is recorded is no part of a step
 _WORTH, _MOST = 1.03, 3
+_OTHER = "another algorithm, other results"
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,11 @@ class StepParts:
         rank: That rank.
         computing_s: Forward and backward.
         update_s: Only the optimizer computes.
-        link_s: The rank does not compute, and a bucket is being reduced.
+        link_s: The rank does not compute, and a bucket that all ranks have is being reduced.
         waiting_s: It does neither, and a bucket is ready that other ranks do not have yet.
         rest_s: None of these: input, callbacks, Python.
         forward_s: Of `computing_s`, the forward.
-        reducing_s: A bucket is being reduced, whether or not the rank computes.
+        reducing_s: A bucket that all ranks have is being reduced, whether or not the rank computes.
         busy_s: The mean core of the rank's host is busy; 0 if that was not sampled. What only moves work
             cannot make a step shorter.
         late_s: What computing, update and rest take longer on this rank than in the mean of the ranks.
@@ -69,35 +71,37 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a training, how many times as fast it would be, and whether it is another algorithm."""
+    """A change of a training, how many times as fast it would be, and what else it changes; "" if nothing."""
 
     what: str
     speedup: float
-    other_results: bool = False
+    note: str = ""
 
 
-def step_parts(trace: Trace) -> StepParts | None:
-    """Return what a step took.
-
-    Returns:
-        None unless the trace has enough steps of a data-parallel run behind those that warm up.
+def step_parts(trace: Trace) -> StepParts | str:
+    """Return what a step took, or why the trace does not say it.
 
     Raises:
         HvpipeError: Times are too large to add up.
     """
+    trained_with = trace.metadata.get("trained_with")
+    overlap = trained_with.get("overlap") if isinstance(trained_with, dict) else None
     if any(True for _ in trace.of("transfer")):
-        return None  # a pipeline
-    skipped = _FIRST + _whole_number(trace.metadata.get("trained_with"), "warmup_steps")
+        return "the trace is a pipeline's"
+    if overlap in ("local", "stale"):
+        return f'with overlap="{overlap}" a trace does not tell computing from waiting'
+    skipped = _FIRST + _whole_number(trained_with, "warmup_steps")
     try:
-        found = [parts for rank in trace.ranks() if (parts := _parts_of(trace, rank, skipped)) is not None]
-        if not found:
-            return None
-        slowest = max(found, key=lambda parts: parts.own_s)
-        late_s = slowest.own_s - fmean(parts.own_s for parts in found)
+        late = _before_the_last_rank(trace)
+        found = [_parts_of(trace, rank, skipped, late.get(rank, [])) for rank in trace.ranks()]
+        known = [parts for parts in found if isinstance(parts, StepParts)]
+        if not known:
+            return next((why for why in found if isinstance(why, str)), "the trace is empty")
+        slowest = max(known, key=lambda parts: parts.own_s)
+        late_s = slowest.own_s - fmean(parts.own_s for parts in known)
     except (OverflowError, ValueError) as error:
         raise HvpipeError(f"In a trace, times should be seconds of a run. Received: {error}") from error
-    values = {**vars(slowest), "late_s": late_s, "ranks": len(found)}
-    return StepParts(**values)
+    return replace(slowest, late_s=late_s, ranks=len(known))
 
 
 def _whole_number(document: Any, name: str) -> int:
@@ -105,17 +109,50 @@ def _whole_number(document: Any, name: str) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def _parts_of(trace: Trace, rank: int, skipped: int) -> StepParts | None:
+def _before_the_last_rank(trace: Trace) -> dict[int, list[Interval]]:
+    """Return by rank when a bucket counted as being reduced, although another rank did not have it yet.
+
+    A wait begins when its rank has the bucket. Its end says nothing: a rank begins to send before others are
+    ready.
+    """
+    ranks = trace.ranks()
+    starts: dict[str, dict[int, list[float]]] = {}
+    for rank in ranks:
+        for event in trace.of("wait", rank):
+            starts.setdefault(event.name, {}).setdefault(rank, []).append(event.start_s)
+    last = {
+        name: list(map(max, zip(*of_ranks.values(), strict=True)))
+        for name, of_ranks in starts.items()
+        if len(of_ranks) == len(ranks) and len({len(times) for times in of_ranks.values()}) == 1
+    }
+    found: dict[int, list[Interval]] = {}
+    for rank in ranks:
+        times = {name: iter(each) for name, each in last.items()}
+        for event in trace.of("reduce", rank):
+            last_s = next(times.get(event.name, iter(())), event.start_s)
+            if last_s > event.start_s:
+                found.setdefault(rank, []).append((event.start_s, min(last_s, event.end_s)))
+    return {rank: merged(spans) for rank, spans in found.items()}
+
+
+def _parts_of(trace: Trace, rank: int, skipped: int, late: Sequence[Interval]) -> StepParts | str:
     steps = [(event.start_s, event.end_s) for event in trace.of("step", rank)][skipped:-1]
     forwards = [event for event in trace.of("forward", rank) if event.name == WHOLE_FORWARD]
-    reduces = union(trace.of("reduce", rank))
-    if len(steps) < _LEAST or not forwards or not reduces:
-        return None
+    reduces = _without(union(trace.of("reduce", rank)), late)
+    if not reduces:
+        return "nothing was reduced over ranks"
+    if not forwards:
+        return "the trace does not say when a step computes, as on GPUs and with loops of your own"
+    if len(steps) < _LEAST:
+        return f"the trace needs at least {skipped + _LEAST + 1} steps, of which the first {skipped} warm up"
+    backwards = sum(steps[0][0] <= event.start_s <= steps[-1][1] for event in trace.of("backward", rank))
+    if 2 * backwards < len(steps):
+        return "most steps reduce nothing, as with accumulated gradients"
     spans = computing(trace, rank)
     model = merged([*spans["forward"], *spans["backward"]])
     busy = merged([*model, *spans["update"]])
     sent = merged([*busy, *reduces])
-    known = merged([*sent, *union(trace.of("wait", rank))])
+    known = merged([*sent, *late, *union(trace.of("wait", rank))])
     columns = [_by_step(steps, each) for each in (model, busy, sent, known, spans["forward"], reduces)]
     rows = [(end_s - start_s, *row) for (start_s, end_s), *row in zip(steps, *columns, strict=True)]
     pause_s = _PAUSE * median(whole_s for whole_s, *_ in rows)
@@ -123,7 +160,7 @@ def _parts_of(trace: Trace, rank: int, skipped: int) -> StepParts | None:
     rows = [row for row in rows if row[0] - row[4] <= usual_s + pause_s]  # an evaluation, a checkpoint
     whole_s, model_s, busy_s, sent_s, known_s, forward_s, reducing_s = map(fmean, zip(*rows, strict=True))
     if whole_s <= 0:
-        return None
+        return "its steps take no time"
     return StepParts(
         rank,
         computing_s=model_s,
@@ -152,6 +189,13 @@ def _busy_share(trace: Trace, rank: int, start_s: float, end_s: float) -> float:
     return min(1.0, sum(span_s * share for span_s, share in known) / whole_s) if whole_s > 0 else 0.0
 
 
+def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Return the time of `intervals` that `others` do not cover; each is disjoint and in order."""
+    edges = [0.0, *(edge for interval in others for edge in interval), inf]
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    return within(intervals, [gap for gap in gaps if gap[0] < gap[1]])
+
+
 def _by_step(steps: Sequence[Interval], intervals: Sequence[Interval]) -> list[float]:
     """Return the seconds of disjoint intervals within each step."""
     starts = [start_s for start_s, _ in steps]
@@ -174,45 +218,39 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
 
     Args:
         parts: Of the run.
-        trained_with: Its `overlap` and `compression` by name, as `data_parallel` takes them. Of other values
-            nothing follows.
+        trained_with: Its `overlap` and `compression` by name, as `data_parallel` takes them, and what it
+            `refuses`. Of other values nothing follows.
     """
     known = trained_with if isinstance(trained_with, dict) else {}
     overlap, compression = str(known.get("overlap", "")), known.get("compression", "")
-    hidden_s = {
-        "none": 0.0,
-        "backward": parts.computing_s - parts.forward_s,
-        "step": parts.computing_s,
-        "stale": parts.computing_s,
-        "local": parts.computing_s,
-    }
-    exact = overlap in ("none", "backward", "step")
+    refused = known.get("refuses")
+    refused = refused if isinstance(refused, list) else []
+    hidden_s = {"none": 0.0, "backward": parts.computing_s - parts.forward_s, "step": parts.computing_s}
     found: list[Change] = []
 
-    def add(what: str, saved_s: float, other_results: bool = False) -> None:
-        found.append(Change(what, parts.step_s / max(parts.step_s - saved_s, 1e-9), other_results))
+    def add(what: str, saved_s: float, note: str = "") -> None:
+        found.append(Change(what, parts.step_s / max(parts.step_s - saved_s, 1e-9), note))
 
-    if exact and overlap != "step":
-        saved_s = min(parts.link_s, parts.computing_s - hidden_s[overlap])
-        add('overlap="step"', min(saved_s, parts.step_s - parts.busy_s))
-    share = _WIRE_SHARES.get(compression) if isinstance(compression, str | None) else None
-    if share is not None and overlap in hidden_s:
-        for name in ("bf16", "int8"):
-            smaller = _WIRE_SHARES[name] < share
-            serves = name == "bf16" or (overlap != "stale" and parts.ranks <= _FEW_RANKS)
-            if smaller and serves:
-                saved_s = parts.reducing_s * (1 - _WIRE_SHARES[name] / share)
-                add(f'compression="{name}"', min(parts.link_s, saved_s), other_results=True)
-        if exact:
+    if overlap in hidden_s:
+        free_s = parts.step_s - parts.busy_s
+        add('overlap="step"', min(parts.link_s, parts.computing_s - hidden_s[overlap], free_s))
+        more_hidden_s = min(parts.link_s, hidden_s[overlap], free_s)
+        twice_s = parts.step_s + parts.computing_s - more_hidden_s
+        what = "twice the batch, in samples per second"
+        found.append(Change(what, 2 * parts.step_s / twice_s, "steps of another size, other results"))
+        if "local" not in refused:
             left_s = max(0.0, parts.reducing_s / EVERY - parts.own_s)
             saved_s = parts.link_s - left_s + parts.waiting_s * (1 - 1 / EVERY)
-            add(f'overlap="local", every={EVERY}', saved_s, other_results=True)
+            add(f'overlap="local", every={EVERY}', saved_s, _OTHER)
+    share = _WIRE_SHARES.get(compression) if isinstance(compression, str | None) else None
+    if share is not None and overlap in hidden_s:
+        for name, note in (("bf16", "rounds the sums"), ("int8", _OTHER)):
+            serves = name not in refused and (name != "int8" or parts.ranks <= _FEW_RANKS)
+            if serves and _WIRE_SHARES[name] < share:
+                saved_s = parts.reducing_s * (1 - _WIRE_SHARES[name] / share)
+                add(f'compression="{name}"', min(parts.link_s, saved_s), note)
     add(f"smaller batches on rank {parts.rank}, larger ones elsewhere", parts.late_s)
     add("input and callbacks that take no time", parts.rest_s)
-    if overlap in hidden_s:
-        more_hidden_s = min(parts.link_s, hidden_s[overlap], parts.step_s - parts.busy_s)
-        twice_s = parts.step_s + parts.computing_s - more_hidden_s
-        found.append(Change("twice the batch, in samples per second", 2 * parts.step_s / twice_s, True))
     worth = [change for change in found if change.speedup >= _WORTH]
     return sorted(worth, key=lambda change: -change.speedup)[:_MOST]
 
@@ -223,15 +261,18 @@ def describe(parts: StepParts, found: Sequence[Change]) -> str:
         "computing": parts.computing_s,
         "update": parts.update_s,
         "link": parts.link_s,
-        "other ranks": parts.waiting_s,
+        "late ranks": parts.waiting_s,
         "input, callbacks, Python": parts.rest_s,
     }
-    shares = [f"{name} {seconds / parts.step_s:.0%}" for name, seconds in named.items()]
-    lines = [f"rank {parts.rank} takes longest: {', '.join(shares)} of its step"]
+    largest = sorted(named.items(), key=lambda pair: -pair[1])
+    shares = [f"{name} {seconds / parts.step_s:.0%}" for name, seconds in largest]
+    lines = [f"a step of rank {parts.rank}: {', '.join(shares)}"]
+    if parts.late_s / parts.step_s >= _WORTH - 1:
+        late = f"{parts.late_s / parts.step_s:.0%}"
+        lines.append(f"rank {parts.rank} takes longest of all: {late} of a step more than the mean rank")
     if not found:
         return "\n".join([*lines, "no change that hvpipe knows would make it 3 % faster"])
     lines.append("what would help, estimated from this run's own times:")
     for change in found:
-        other = " (another algorithm, other results)" if change.other_results else ""
-        lines.append(f"  {change.what}: {change.speedup:.2f}x{other}")
+        lines.append(f"  {change.what}: {change.speedup:.2f}x{f' ({change.note})' if change.note else ''}")
     return "\n".join(lines)

@@ -338,15 +338,9 @@ class LocalOverlap(Overlap):
             raise HvpipeError(
                 f'overlap="local" needs every, the steps of a round, at least 1. Received: every={every!r}'
             )
-        if (
-            not isinstance(fragments, int)
-            or isinstance(fragments, bool)
-            or fragments < 1
-            or every % fragments
-        ):
+        if every % fragments:
             raise HvpipeError(
-                "fragments should be a whole number of which every is a multiple. "
-                f"Received: fragments={fragments!r} with every={every}"
+                f"every should be a multiple of fragments. Received: every={every} with fragments={fragments}"
             )
         if not 0 < learning_rate < math.inf:
             raise HvpipeError(

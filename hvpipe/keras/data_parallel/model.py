@@ -155,8 +155,8 @@ def data_parallel(
         samples: A function of a batch, as `train_step` gets it, that returns how many samples it has: what
             your loss divides by. Ranks are weighted by it. None: the length of the first target that has a
             loss; else of the targets, else of the sample weights, else of the inputs, which must agree.
-        link: "slow" chooses the fastest algorithm with other results that kept the accuracy in all trainings
-            of bench/README.md, and says which. None: what the other arguments say.
+        link: "slow" takes the place of `overlap`, `every`, `fragments` and `compression`: it chooses an
+            algorithm for slow links, with other results, and says which. None: as the other arguments say.
 
     Returns:
         The same model.
@@ -176,6 +176,8 @@ def data_parallel(
         model.fit(hk.shard(dataset), epochs=3)
         ```
     """
+    fragments = _whole_number("fragments", fragments, 1)
+    warmup_steps = _whole_number("warmup_steps", warmup_steps, 0)
     again = functools.partial(
         data_parallel,
         overlap=overlap,
@@ -192,20 +194,14 @@ def data_parallel(
         samples=samples,
     )
     if link is not None:
-        return again(model, **_chosen_for(link, again.keywords))
+        return _for_link(link, again, model)
     mode = overlap_named(overlap)
     rounds = mode.rounds_from(overlap, every, fragments, outer_learning_rate, outer_momentum, warmup_steps)
-    compresses = compression_named(compression) is not None
     if not isinstance(model, keras.Model):
         raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")
     session = current()
     check_elastic(session, overlap, mode.exact, sync_batch_norm)
-    check_gradient_compression(session, compression)
-    if compresses and not mode.compresses:
-        raise HvpipeError(
-            f'overlap="{overlap}" needs compression=None, "bf16" or "fp16": use "step" with others. '
-            f"Received: compression={compression!r}"
-        )
+    compresses = _compresses(session, overlap, compression)
     previous = DataParallel.of(model)
     if previous is not None:
         previous.detach()
@@ -230,35 +226,62 @@ def data_parallel(
         elastic = Elastic(session, model, steps.updates, steps.untrained, steps.train_counter)
         steps.around = elastic.around
     told = {name: again.keywords[name] for name in ("overlap", "compression", "every", "fragments")}
-    session.trained_with = {**told, "warmup_steps": warmup_steps if compresses or not mode.exact else 0}
+    told["refuses"] = ["local"] if nonfinite != "ignore" or verify_every or sync_batch_norm else []
+    told["refuses"] += ["local", "int8"] if session.settings.elastic else []
+    told["warmup_steps"] = warmup_steps if compresses or not mode.exact else 0
+    session.trained_with = told
     DataParallel(model, methods, steps, elastic).attach()
     keep_in_copies(model, again)
     return model
 
 
+def _compresses(session: Session, overlap: str, compression: str | None) -> bool:
+    """Return whether gradients are sent as int8 or factors. Raises HvpipeError if they cannot be."""
+    check_gradient_compression(session, compression)
+    compresses = compression_named(compression) is not None
+    if compresses and not overlap_named(overlap).compresses:
+        raise HvpipeError(
+            f'overlap="{overlap}" needs compression=None, "bf16" or "fp16": use "step" with others. '
+            f"Received: compression={compression!r}"
+        )
+    return compresses
+
+
+def _whole_number(name: str, value: Any, least: int) -> int:
+    if hasattr(value, "__index__") and not isinstance(value, bool) and int(value) >= least:
+        return int(value)
+    raise HvpipeError(f"{name} should be a whole number, at least {least}. Received: {name}={value!r}")
+
+
 _FOR_SLOW_LINKS: Mapping[str, Any] = {"overlap": "local", "every": 4, "fragments": 4, "compression": "int8"}
 
 
-def _chosen_for(link: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of `data_parallel` for this link, and say which they are."""
+def _for_link(link: str, again: functools.partial[Any], model: Model) -> Model:
+    """Make a model train as its link asks, and say how."""
     if link != "slow":
         raise HvpipeError(f'link should be "slow" or None. Received: link={link!r}')
-    usual = inspect.signature(data_parallel).parameters
-    given = [f"{name}={asked[name]!r}" for name in _FOR_SLOW_LINKS if asked[name] != usual[name].default]
+    usual, asked = inspect.signature(data_parallel).parameters, again.keywords
+    chosen = dict(_FOR_SLOW_LINKS)
+    names = [*chosen, "outer_learning_rate", "outer_momentum"]
+    given = [f"{name}={asked[name]!r}" for name in names if asked[name] != usual[name].default]
     if given:
         raise HvpipeError(
-            f'link="slow" chooses {", ".join(_FOR_SLOW_LINKS)}: leave them out. Received: {", ".join(given)}'
+            f'link="slow" chooses {", ".join(names)}: leave them out. Received: {", ".join(given)}'
         )
-    chosen, world = dict(_FOR_SLOW_LINKS), current().world
+    world = current().world
     if world.size > MOST_RANKS:
         chosen["compression"] = "bf16"
-    if world.rank == 0:
+    if isinstance(model, keras.Model) and model.built:
+        trained = max(1, len(model.trainable_variables))
+        chosen["fragments"] = max(p for p in (1, 2, 4) if p <= trained)
+    found: Model = again(model, **chosen)
+    if world.rank == 0 and world.size > 1:
         logger.warning(
             'hvpipe: link="slow" trains with %s. Each rank updates with its own gradients and averages come '
             "late, so results differ from those of the default.",
             ", ".join(f"{name}={value!r}" for name, value in chosen.items()),
         )
-    return chosen
+    return found
 
 
 class DataParallel:
