@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -12,7 +12,7 @@ from typing import Any
 
 from hvpipe.errors import HvpipeError
 from hvpipe.trace.computing_time import WHOLE_FORWARD, Interval, computing, length, merged, union, within
-from hvpipe.trace.events import Trace
+from hvpipe.trace.events import Event, Trace
 
 EVERY = 8
 """The steps of a round for which "local" is estimated."""
@@ -116,23 +116,26 @@ def _before_the_last_rank(trace: Trace) -> dict[int, list[Interval]]:
     ready.
     """
     ranks = trace.ranks()
-    starts: dict[str, dict[int, list[float]]] = {}
-    for rank in ranks:
-        for event in trace.of("wait", rank):
-            starts.setdefault(event.name, {}).setdefault(rank, []).append(event.start_s)
-    last = {
-        name: list(map(max, zip(*of_ranks.values(), strict=True)))
-        for name, of_ranks in starts.items()
-        if len(of_ranks) == len(ranks) and len({len(times) for times in of_ranks.values()}) == 1
-    }
-    found: dict[int, list[Interval]] = {}
-    for rank in ranks:
-        times = {name: iter(each) for name, each in last.items()}
-        for event in trace.of("reduce", rank):
-            last_s = next(times.get(event.name, iter(())), event.start_s)
-            if last_s > event.start_s:
-                found.setdefault(rank, []).append((event.start_s, min(last_s, event.end_s)))
+    waits, reduces = ({rank: _by_name(trace.of(what, rank)) for rank in ranks} for what in ("wait", "reduce"))
+    found: dict[int, list[Interval]] = {rank: [] for rank in ranks}
+    for name in {name for of_rank in reduces.values() for name in of_rank}:
+        ready = [waits[rank].get(name, []) for rank in ranks]
+        reduced = [reduces[rank].get(name, []) for rank in ranks]
+        if len({len(each) for each in [*ready, *reduced]}) > 1:
+            continue  # the trace lacks some
+        for *waited, in_turn in zip(*ready, list(zip(*reduced, strict=True)), strict=True):
+            last_s = max(event.start_s for event in waited)
+            for rank, event in zip(ranks, in_turn, strict=True):
+                if last_s > event.start_s:
+                    found[rank].append((event.start_s, min(last_s, event.end_s)))
     return {rank: merged(spans) for rank, spans in found.items()}
+
+
+def _by_name(events: Iterable[Event]) -> dict[str, list[Event]]:
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        found.setdefault(event.name, []).append(event)
+    return found
 
 
 def _parts_of(trace: Trace, rank: int, skipped: int, late: Sequence[Interval]) -> StepParts | str:

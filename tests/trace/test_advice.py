@@ -14,7 +14,11 @@ from hvpipe.trace.events import Event, Trace
 
 
 def events(rank: int, *spans: tuple[str, float, float]) -> list[Event]:
-    return [Event(name, name, rank, "compute", start_s, end_s) for name, start_s, end_s in spans]
+    """Return events of these kinds, from and to; there is one bucket."""
+    names = {"wait": "bucket", "reduce": "bucket"}
+    return [
+        Event(names.get(kind, kind), kind, rank, "compute", start_s, end_s) for kind, start_s, end_s in spans
+    ]
 
 
 def step(rank: int, start_s: float, forward_s: float) -> list[Event]:
@@ -58,11 +62,11 @@ def test_the_parts_of_a_step_add_up() -> None:
 
 
 def test_the_rank_that_holds_up_the_others_may_wait_for_its_input() -> None:
-    slow = [events(0, *((e.name, e.start_s, e.end_s) for e in step(0, 10.0 * n, 2.0))) for n in range(6)]
+    slow = [events(0, *((e.category, e.start_s, e.end_s) for e in step(0, 10.0 * n, 2.0))) for n in range(6)]
     fast = [
         events(
             1,
-            *((e.name, e.start_s, e.end_s) for e in step(1, 10.0 * n, 2.5)),
+            *((e.category, e.start_s, e.end_s) for e in step(1, 10.0 * n, 2.5)),
             ("wait", 10 * n + 9, 10 * n + 10),
         )
         for n in range(6)
@@ -77,7 +81,9 @@ def test_pauses_are_no_part_of_a_step_and_waits_for_the_link_are() -> None:
     paused[4][0] = replace(paused[4][0], end_s=150.0)
     assert parts_of(made(paused)).step_s == 10
     waiting = [step(0, 10.0 * n, 2.0) for n in range(9)]
-    waiting[6] = events(0, ("step", 60, 100), ("forward", 60, 62), ("reduce", 62, 99), ("update", 99, 100))
+    waiting[6] = events(
+        0, ("step", 60, 100), ("forward", 60, 62), ("wait", 62, 62), ("reduce", 62, 99), ("update", 99, 100)
+    )
     for place in (7, 8):
         waiting[place] = step(0, 10.0 * place + 30, 2.0)
     assert parts_of(made(waiting)).link_s == pytest.approx((5 * 2 + 37) / 6)
@@ -139,7 +145,8 @@ def test_what_a_trace_says_of_its_training_may_be_anything(trained_with: Any) ->
 
 def test_times_that_no_run_has() -> None:
     huge = [
-        events(0, *((e.name, e.start_s * 1e307, e.end_s * 1e307) for e in step(0, n, 2.0))) for n in range(6)
+        events(0, *((e.category, e.start_s * 1e307, e.end_s * 1e307) for e in step(0, n, 2.0)))
+        for n in range(6)
     ]
     with pytest.raises(HvpipeError, match="times should be seconds of a run"):
         step_parts(made(huge))
