@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distributed import ALONE, Run, launch, run
+from hvpipe.trace.advice import StepParts, step_parts
 from hvpipe.trace.events import Trace
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
@@ -133,6 +134,11 @@ def traced(trace: Path, *options: str | Path) -> Run:
         assert parts <= set(found), f"rank {rank}: {found}"
         # Once per step. The first and the last step may be cut off.
         assert min(found["forward"], found["backward"], found["update"]) >= found["step"] - 2, found
+    advised = step_parts(read)
+    assert isinstance(advised, StepParts), advised
+    assert advised.ranks == 2
+    assert min(advised.computing_s, advised.update_s, advised.reducing_s) > 0, advised
+    assert read.metadata["trained_with"]["refuses"] == []
     return result
 
 
