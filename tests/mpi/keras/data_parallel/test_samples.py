@@ -127,7 +127,8 @@ def test_graphs_count_and_not_their_edges() -> None:
 def test_copies_have_all_options() -> None:
     """Regression: a copy counted samples in its own way."""
     again = vars(hk.data_parallel(Graphs(), samples=len))["_hvpipe_again"]
-    assert {"model", *again.keywords} == set(inspect.signature(hk.data_parallel).parameters)
+    # A link has become other options.
+    assert {"model", "link", *again.keywords} == set(inspect.signature(hk.data_parallel).parameters)
     assert again.keywords["samples"] is len
 
 
