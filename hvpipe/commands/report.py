@@ -6,8 +6,9 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
-from hvpipe.trace.advice import StepParts, changes, describe, step_parts
+from hvpipe.trace.advice import changes, describe, step_parts
 from hvpipe.trace.events import Trace
 from hvpipe.trace.run_report import summarise_trace
 
@@ -22,15 +23,16 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Print the summary. Returns the exit code; raises HvpipeError if the file is not a trace."""
     trace = Trace.read(options.trace)
     summary, parts = summarise_trace(trace), step_parts(trace)
-    why_not = parts if isinstance(parts, str) else None
-    step, found = None, []
-    if isinstance(parts, StepParts):
-        step = {**asdict(parts), "step_s": parts.step_s}
+    if isinstance(parts, str):
+        advice: dict[str, Any] = {"step": None, "changes": [], "why_not": parts}
+        advised = f"no advice: {parts}"
+    else:
         found = changes(parts, trace.metadata.get("trained_with"))
+        step = {**asdict(parts), "step_s": parts.step_s}
+        advice = {"step": step, "changes": [asdict(each) for each in found], "why_not": None}
+        advised = describe(parts, found)
     if options.json:
-        advice = {"step": step, "changes": [asdict(each) for each in found], "why_not": why_not}
         print(json.dumps({**summary.to_json(), "advice": advice}, indent=2))
-        return 0
-    advised = describe(parts, found) if isinstance(parts, StepParts) else f"no advice: {why_not}"
-    print(f"{summary.to_text()}\n\n{advised}")
+    else:
+        print(f"{summary.to_text()}\n\n{advised}")
     return 0

@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from hvpipe.errors import HvpipeError
+from hvpipe.plan.compression import MOST_RANKS
 from hvpipe.trace.computing_time import WHOLE_FORWARD, Interval, computing, length, merged, union, within
 from hvpipe.trace.events import Event, Trace
 
@@ -19,7 +20,6 @@ EVERY = 8
 
 _WIRE_SHARES: Mapping[object, float] = {None: 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.25}
 """What each compression sends of a float32 gradient's bytes."""
-_FEW_RANKS = 63  # which "int8" can serve
 _FIRST = 2  # steps that trace and warm up
 _LEAST = 3  # steps that make a mean
 _PAUSE = 0.5  # of a usual step: a longer time in which nothing is recorded is no part of a step
@@ -93,7 +93,7 @@ def step_parts(trace: Trace) -> StepParts | str:
     skipped = _FIRST + _whole_number(trained_with, "warmup_steps")
     try:
         late = _before_the_last_rank(trace)
-        found = [_parts_of(trace, rank, skipped, late.get(rank, [])) for rank in trace.ranks()]
+        found = [_parts_of(trace, rank, skipped, late[rank]) for rank in trace.ranks()]
         known = [parts for parts in found if isinstance(parts, StepParts)]
         if not known:
             return next((why for why in found if isinstance(why, str)), "the trace is empty")
@@ -248,7 +248,7 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
     share = _WIRE_SHARES.get(compression) if isinstance(compression, str | None) else None
     if share is not None and overlap in hidden_s:
         for name, note in (("bf16", "rounds the sums"), ("int8", _OTHER)):
-            serves = name not in refused and (name != "int8" or parts.ranks <= _FEW_RANKS)
+            serves = name not in refused and (name != "int8" or parts.ranks <= MOST_RANKS)
             if serves and _WIRE_SHARES[name] < share:
                 saved_s = parts.reducing_s * (1 - _WIRE_SHARES[name] / share)
                 add(f'compression="{name}"', min(parts.link_s, saved_s), note)

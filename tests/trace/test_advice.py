@@ -62,21 +62,14 @@ def test_the_parts_of_a_step_add_up() -> None:
 
 
 def test_the_rank_that_holds_up_the_others_may_wait_for_its_input() -> None:
-    slow = [events(0, *((e.category, e.start_s, e.end_s) for e in step(0, 10.0 * n, 2.0))) for n in range(6)]
-    fast = [
-        events(
-            1,
-            *((e.category, e.start_s, e.end_s) for e in step(1, 10.0 * n, 2.5)),
-            ("wait", 10 * n + 9, 10 * n + 10),
-        )
-        for n in range(6)
-    ]
+    slow = [step(0, 10.0 * n, 2.0) for n in range(6)]
+    fast = [[*step(1, 10.0 * n, 2.5), *events(1, ("wait", 10 * n + 9, 10 * n + 10))] for n in range(6)]
     found = parts_of(made([*slow, *fast]))
     assert (found.rank, found.rest_s, found.late_s) == (0, 1, 0.25)
 
 
 def test_pauses_are_no_part_of_a_step_and_waits_for_the_link_are() -> None:
-    """An evaluation follows one step. With "local" every fourth step waits long for the link."""
+    """An evaluation follows one step. In another training one step waits long for the link."""
     paused = [step(0, 10.0 * n + (100 if n > 4 else 0), 2.0) for n in range(9)]
     paused[4][0] = replace(paused[4][0], end_s=150.0)
     assert parts_of(made(paused)).step_s == 10
@@ -145,7 +138,7 @@ def test_what_a_trace_says_of_its_training_may_be_anything(trained_with: Any) ->
 
 def test_times_that_no_run_has() -> None:
     huge = [
-        events(0, *((e.category, e.start_s * 1e307, e.end_s * 1e307) for e in step(0, n, 2.0)))
+        [replace(e, start_s=e.start_s * 1e307, end_s=e.end_s * 1e307) for e in step(0, n, 2.0)]
         for n in range(6)
     ]
     with pytest.raises(HvpipeError, match="times should be seconds of a run"):

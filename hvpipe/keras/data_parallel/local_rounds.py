@@ -125,16 +125,13 @@ class LocalRounds(Rounds):
 
     Args:
         options: How long they are, and the outer step.
-        reducers: A reducer for each fragment.
-        places: For each fragment, its variables' places among all.
+        parts: For each fragment its reducer, and its variables' places among all.
     """
 
-    def __init__(
-        self, options: RoundOptions, reducers: Sequence[BucketReducer], places: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, options: RoundOptions, parts: Sequence[tuple[BucketReducer, Sequence[int]]]) -> None:
         self._options = options
-        self._fragments = [_Fragment(*each, options) for each in zip(reducers, places, strict=True)]
-        self._session = reducers[0].session
+        self._fragments = [_Fragment(reducer, places, options) for reducer, places in parts]
+        self._session = parts[0][0].session
         self._begun = False  # if not, the ranks have equal weights
         self._turns = 0  # that have ended since
         self.steps = 0
@@ -405,40 +402,34 @@ class LocalOverlap(Overlap):
         super().attach(buckets)
         rounds, whole = self._options.rounds, buckets.reducer
         if rounds.fragments == 1:
-            self._reducers, self._places = [whole], [list(range(len(whole.variables)))]
+            self._parts = [(whole, list(range(len(whole.variables))))]
         else:
-            self._cut(whole)
-        self.rounds = LocalRounds(rounds, self._reducers, self._places)
+            self._parts = self._cut(whole)
+        self.rounds = LocalRounds(rounds, self._parts)
 
-    def _cut(self, whole: BucketReducer) -> None:
+    def _cut(self, whole: BucketReducer) -> list[tuple[BucketReducer, list[int]]]:
         fragments, most = self._options.rounds.fragments, len(whole.variables)
         if fragments > most:
             raise HvpipeError(
                 f"fragments should be at most {most}, the trained variables. Received: fragments={fragments}"
             )
         whole.end()  # its buffers are as large as those of all fragments
-        self._places = _cut(whole.variables, fragments)
-        self._reducers = [
-            make_reducer(
-                whole.session,
-                f"{whole.name}, fragment {number}",
-                [whole.variables[place] for place in places],
-                replace(
-                    whole.options,
-                    compression=self._compression,
-                    places=tuple(whole.options.places[place] for place in places),
-                ),
-            )
-            for number, places in enumerate(self._places)
-        ]
+        found = []
+        for number, places in enumerate(_cut(whole.variables, fragments)):
+            among_all = tuple(whole.options.places[place] for place in places)
+            options = replace(whole.options, compression=self._compression, places=among_all)
+            variables = [whole.variables[place] for place in places]
+            name = f"{whole.name}, fragment {number}"
+            found.append((make_reducer(whole.session, name, variables, options), places))
+        return found
 
     def free(self) -> None:
-        for reducer in self._reducers:
+        for reducer, _ in self._parts:
             reducer.end()
 
     def compression_state(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for reducer, places in zip(self._reducers, self._places, strict=True):
+        for reducer, places in self._parts:
             for name, variable in reducer.state().items():
                 kind, _, place = name.rpartition("/")
                 found[f"{kind}/{places[int(place)]}"] = variable

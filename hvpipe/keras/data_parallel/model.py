@@ -273,7 +273,8 @@ def _for_link(link: str, again: functools.partial[Any], model: Model) -> Model:
         chosen["compression"] = "bf16"
     if isinstance(model, keras.Model) and model.built:
         trained = max(1, len(model.trainable_variables))
-        chosen["fragments"] = max(p for p in (1, 2, 4) if p <= trained)
+        most = min(chosen["fragments"], trained)
+        chosen["fragments"] = max(p for p in range(1, most + 1) if chosen["every"] % p == 0)
     found: Model = again(model, **chosen)
     if world.rank == 0 and world.size > 1:
         logger.warning(

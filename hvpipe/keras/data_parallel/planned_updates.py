@@ -196,8 +196,10 @@ class PlannedUpdates:
         if misfit is None:
             return True
         if misfit.must_update_at_once:
-            self.overlap = self.overlap.within_step()
-            self._session.trained_with["overlap"] = "backward"
+            within = self.overlap.within_step()
+            if within is not self.overlap:
+                self.overlap = within
+                self._session.trained_with["overlap"] = "backward"
             self._warn_of_early_use(misfit)
         self._dense_tables |= misfit.dense_tables
         # The same variables keep their order: the buckets depend on it, and with them the last bits.
