@@ -46,7 +46,7 @@ from hvpipe.keras.checkpoint.model_check import (
 from hvpipe.keras.checkpoint.random_state import AT_EPOCH, random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import OWN, readable
 from hvpipe.keras.compat import layers_in, unlisted_variables
-from hvpipe.keras.data_parallel.model import DataParallel
+from hvpipe.keras.data_parallel.model_methods import DataParallel
 from hvpipe.keras.data_parallel.untrained_state import UntrainedState
 from hvpipe.keras.fit_call import FitCall
 from hvpipe.keras.initial_state import build_state, is_built, other_optimizers, settle, shared_slots

@@ -8,7 +8,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.data_parallel_state import DataParallelState
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.training_state import TrainingState
-from hvpipe.keras.data_parallel.model import DataParallel
+from hvpipe.keras.data_parallel.model_methods import DataParallel
 from hvpipe.keras.pipeline.model import PipelineParallel
 
 

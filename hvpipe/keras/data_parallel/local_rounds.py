@@ -322,15 +322,8 @@ class LocalOverlap(Overlap):
     )
 
     @classmethod
-    def rounds_from(
-        cls,
-        name: str,
-        every: int | None,
-        fragments: int,
-        learning_rate: float,
-        momentum: float,
-        warmup_steps: int,
-    ) -> RoundOptions:
+    def check_rounds(cls, name: str, rounds: RoundOptions) -> None:
+        every, fragments = rounds.every, rounds.fragments
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise HvpipeError(
                 f'overlap="local" needs every, the steps of a round, at least 1. Received: every={every!r}'
@@ -339,15 +332,15 @@ class LocalOverlap(Overlap):
             raise HvpipeError(
                 f"every should be a multiple of fragments. Received: every={every} with fragments={fragments}"
             )
-        if not 0 < learning_rate < math.inf:
+        if not 0 < rounds.learning_rate < math.inf:
             raise HvpipeError(
-                f"outer_learning_rate should be positive. Received: outer_learning_rate={learning_rate}"
+                "outer_learning_rate should be positive. "
+                f"Received: outer_learning_rate={rounds.learning_rate}"
             )
-        if not 0 <= momentum < 1:
+        if not 0 <= rounds.momentum < 1:
             raise HvpipeError(
-                f"outer_momentum should be from 0 to below 1. Received: outer_momentum={momentum}"
+                f"outer_momentum should be from 0 to below 1. Received: outer_momentum={rounds.momentum}"
             )
-        return RoundOptions(every, learning_rate, momentum, warmup_steps, fragments)
 
     @classmethod
     def check_options(cls, nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:

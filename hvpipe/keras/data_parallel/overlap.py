@@ -34,14 +34,14 @@ class RoundOptions:
     """How long rounds are, and what the outer step does.
 
     Args:
-        every: Steps of a round.
+        every: Steps of a round; None in a mode without rounds.
         learning_rate: Of the outer step.
         momentum: Nesterov momentum of the outer step.
         waiting_steps: Rounds that end within so many steps wait for their average.
         fragments: Parts of the model whose rounds end in turn.
     """
 
-    every: int = 1
+    every: int | None = None
     learning_rate: float = 1.0
     momentum: float = 0.0
     waiting_steps: int = 0
@@ -50,7 +50,7 @@ class RoundOptions:
     @property
     def turn(self) -> int:
         """Steps between the ends of two fragments' rounds."""
-        return self.every // self.fragments
+        return 1 if self.every is None else self.every // self.fragments
 
 
 @dataclass(frozen=True)
@@ -138,23 +138,15 @@ class Overlap:
     # --- What the mode can be used for ------------------------------------------------------------------
 
     @classmethod
-    def rounds_from(
-        cls,
-        name: str,
-        every: int | None,
-        fragments: int,
-        learning_rate: float,
-        momentum: float,
-        warmup_steps: int,
-    ) -> RoundOptions:
-        """Return the rounds that were asked for. Raises HvpipeError for wrong arguments."""
-        if every is not None or (fragments, learning_rate, momentum) != (1, 1.0, 0.0):
+    def check_rounds(cls, name: str, rounds: RoundOptions) -> None:
+        """Raise HvpipeError if the mode of this name cannot have these rounds."""
+        if rounds != RoundOptions(waiting_steps=rounds.waiting_steps):
             raise HvpipeError(
                 'every, fragments, outer_learning_rate and outer_momentum are for overlap="local". Received: '
-                f"every={every}, fragments={fragments}, outer_learning_rate={learning_rate} and "
-                f"outer_momentum={momentum} with overlap={name!r}"
+                f"every={rounds.every}, fragments={rounds.fragments}, "
+                f"outer_learning_rate={rounds.learning_rate} and outer_momentum={rounds.momentum} with "
+                f"overlap={name!r}"
             )
-        return RoundOptions()
 
     @classmethod
     def check_options(cls, nonfinite: str, verify_every: int, sync_batch_norm: bool) -> None:
