@@ -115,8 +115,9 @@ def listening_away(job: str, rank: int) -> Iterator[None]:
             yield
     finally:
         os.close(lock)
-        if not any(folder.glob("listening-*")):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another rank has just removed it
+            if not any(folder.glob("listening-*")):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def away_folder(job: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import pytest
 from hvpipe.commands import lost_hosts, stop
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.environment import job_folder
-from hvpipe.environment.job_folder import asked_to_stop, listening_away, new_job_folder
+from hvpipe.environment.job_folder import asked_to_stop, away_folder, listening_away, new_job_folder
 from hvpipe.errors import HvpipeError
 
 JOB = "/tmp/hvpipe-run-elsewhere"
@@ -98,6 +99,12 @@ def test_a_folder_that_another_rank_listens_in_stays(tmp_path: Path) -> None:
             pass
         assert ask(JOB) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_somebody_has_removed() -> None:
+    """Regression: of two ranks that ended together, one failed."""
+    with listening_away(JOB, 0):
+        shutil.rmtree(away_folder(JOB))
 
 
 def test_ranks_of_other_hosts_are_asked_by_the_agent(tmp_path: Path) -> None:
