@@ -1,7 +1,7 @@
-"""Pods of Kubernetes without Kubernetes: a manifest's commands, run in namespaces as a kubelet would run them.
+"""Pods without Kubernetes: a manifest's commands, run in namespaces as a kubelet would run them.
 
-A pod has a network, host name, /etc, /tmp, /dev/shm, /proc and processes of its own. Its container's command is
-its first process, as the manifest's user. What it mounts are folders of this machine. Needs root.
+A pod has a network, host name, /etc, /tmp, /dev/shm, /proc and processes of its own. The command of its
+container is its first process, as the manifest's user. What it mounts are folders of this machine. Needs root.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Pod:
     def exec(self, *command: str, limit_s: float) -> subprocess.CompletedProcess[str]:
         """Run a command in the container, as `kubectl exec` does."""
         return subprocess.run(
-            ["nsenter", f"--target={self._first()}", "--all", f"--wd={IMAGE_HOME}", *self._as_user(command)],
+            ["nsenter", f"--target={self._first()}", "--all", *self._as_user(command)],
             capture_output=True,
             text=True,
             timeout=limit_s,
@@ -181,7 +181,7 @@ class Pod:
         environ = {**_IMAGE_ENV, "HOSTNAME": self.spec.name, **self.spec.env}
         return [
             *("setpriv", f"--reuid={user}", f"--regid={group}", f"--groups={context['fsGroup']}"),
-            *("--inh-caps=-all", "--bounding-set=-all", "env", "-i"),
+            *("--inh-caps=-all", "--bounding-set=-all", "env", "-i", f"--chdir={IMAGE_HOME}"),
             *(f"{name}={value}" for name, value in environ.items()),
             *command,
         ]
