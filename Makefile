@@ -13,6 +13,7 @@
 #   make peers-test       train two steps with each of those systems
 #   make rivals           set up .venv-rivals, where Keras runs on JAX and on PyTorch, for comparisons
 #   make horovod-test     start examples/train.py with a real horovodrun
+#   make kubernetes-test  run the commands of examples/kubernetes as pods, in network namespaces (needs root)
 #   make setup | lint | plan | races | bench | rest | keras | oldest-keras | cuda | wheel | mpich | ucx | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
@@ -53,7 +54,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test test-all all-layouts lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races bench sanitize reliability peers rivals peers-test horovod-test \
+.PHONY: help setup train test test-all all-layouts lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races bench sanitize reliability peers rivals peers-test horovod-test kubernetes-test \
     ucx format clean
 
 help:
@@ -127,6 +128,11 @@ mpich: setup
 # Not part of `test`: it takes packages of Debian.
 ucx: setup
 	@$(TIMED) "engine on Open MPI 4.1 over UCX" .ci/ucx.sh $(VENV)
+
+# Not part of `test`: it needs root, and may install sshd.
+kubernetes-test: setup
+	@mkdir -p build
+	@$(TIMED) "commands of examples/kubernetes, as pods" .ci/kubernetes.sh $(VENV)
 
 # The tests marked older_tensorflow.
 keras: setup

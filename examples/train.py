@@ -154,11 +154,15 @@ def train(options: argparse.Namespace) -> tuple[keras.Model, str]:
 
     mine_of_test = my_images(images.test, images.held_out, options.batch)
 
+    callbacks = []
+    if options.checkpoint is not None:  # after the end of a job, the next one goes on from there
+        callbacks.append(hk.Checkpoint(options.checkpoint, every="1epoch"))
     started = time.perf_counter()
-    model.fit(
+    history = model.fit(
         mine,
         validation_data=mine_of_test,
         epochs=options.epochs,
+        callbacks=callbacks,
         shuffle=False,  # the dataset shuffles
         verbose=verbosity(options.progress),
     )
@@ -166,7 +170,7 @@ def train(options: argparse.Namespace) -> tuple[keras.Model, str]:
     tested = model.evaluate(images.test, return_dict=True, verbose=0)  # every rank tests all images
 
     ranks = "1 rank" if hvpipe.size() == 1 else f"{hvpipe.size()} ranks"
-    rate = steps * options.batch * hvpipe.size() / elapsed_s
+    rate = len(mine) * len(history.epoch) * options.batch * hvpipe.size() / elapsed_s
     return model, (
         f"{options.model} on {images.name}, {ranks}, overlap={options.overlap}: "
         f"test accuracy {tested['accuracy']:.2%} after {options.epochs} epochs, "
@@ -215,6 +219,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--save", type=Path, metavar="FILE.keras", help="where rank 0 saves the trained model"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="save each epoch there, and resume from what is there"
     )
     parser.add_argument(
         "--progress", choices=("bar", "epoch", "none"), default="bar", help="what rank 0 prints"

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hvpipe import __version__
-from hvpipe.commands import bench, blackbox, doctor, join, plan, profile, report, run, top, tune
+from hvpipe.commands import bench, blackbox, doctor, join, plan, profile, report, run, stop, top, tune
 from hvpipe.errors import HvpipeError
 
-_EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top or join found no job, report,
+_EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top, join or stop found no job,
+report,
 blackbox or plan cannot read a file, plan found no plan that fits or refuses an option's value, or the
 output cannot be written; 2 other wrong usage, the run could not be started, or profile found no model
 to measure; 75 the job ended with a complete checkpoint, start it again; 69 an elastic job has too few
@@ -37,6 +38,7 @@ class _Command(Protocol):
 _COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
     "run": (run, "start a Python script on several ranks", _EXIT_CODES),
     "join": (join, "let a running job go on with more ranks, or on more hosts", None),
+    "stop": (stop, "let the ranks on this host write a checkpoint and end, and with them the job", None),
     "top": (top, "watch all ranks of a running job", _EXIT_CODES),
     "doctor": (doctor, "show what was built and found, what is missing and how to get it", None),
     "report": (report, "summarise a trace that `hvpipe run --trace` wrote", None),

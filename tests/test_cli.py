@@ -58,6 +58,7 @@ FLAGS = {
     ],
     "blackbox": ["--help", "--json", "-h"],
     "join": ["--help", "--job", "-h", "-np"],
+    "stop": ["--help", "--job", "--wait", "-h"],
     "top": ["--help", "--interval", "--json", "-h"],
     "doctor": ["--help", "--json", "-h"],
     "report": ["--help", "--json", "-h"],

@@ -205,16 +205,27 @@ def claim(folder: Path) -> str:
     _locks[lock] = file
     with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
         os.ftruncate(file, 0)
-        os.pwrite(file, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
+        os.pwrite(file, f"{socket.gethostname()} {os.getpid()} {_boot()}".encode(), 0)
     return "locked"
 
 
-def holder(folder: Path) -> tuple[str, str]:
-    """Return the host and the process that have locked a folder; empty if the lock does not say it."""
+def holder(folder: Path) -> tuple[str, str, str]:
+    """Return the host, process and boot of who has locked a folder; empty if the lock does not say it."""
     with contextlib.suppress(OSError, ValueError):
-        host, process = (folder / _LOCK).read_text()[:300].split()
-        return host, process
-    return "", ""
+        host, process, *boot = (folder / _LOCK).read_text()[:300].split()
+        return host, process, boot[0] if boot else ""
+    return "", "", ""
+
+
+def _boot() -> str:
+    """Return this machine's identity since its boot, which differs if another has its name; "" unknown.
+
+    A pod of Kubernetes that is made again has its old name, often on another machine.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def claim_or_refuse(folder: Path) -> str:
@@ -225,8 +236,9 @@ def claim_or_refuse(folder: Path) -> str:
     """
     began_s, told = time.monotonic(), False
     while (found := claim(folder)) == "taken":
-        host, process = holder(folder)
-        limit_s = _ENDING_S if host in ("", socket.gethostname()) else _LOST_HOST_S
+        host, process, boot = holder(folder)
+        here = host in ("", socket.gethostname()) and boot in ("", _boot())
+        limit_s = _ENDING_S if here else _LOST_HOST_S
         who = f"process {process} on {host}" if host else "another process"
         if time.monotonic() - began_s > limit_s:
             raise HvpipeError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvpipe.atomic_file import atomic_file
-from hvpipe.commands import lost_hosts
+from hvpipe.commands import lost_hosts, stop
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import LaunchSpec
 from hvpipe.environment.job_folder import PREFIX, any_listens, ask_to_stop, is_running
@@ -119,13 +119,15 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             "Hosts that join should run commands without asking for a password, as in `ssh HOST true`. "
             f"Received: {', '.join(gone)}, which cannot be reached; the job goes on as it is"
         )
-    if not any_listens(folder):
+    _write(folder / _WANTED, wanted)
+    if any_listens(folder):
+        ask_to_stop(folder)
+    elif (elsewhere := stop.of_hosts(places.hosts, told["agent"], folder)) is None or not elsewhere():
+        (folder / _WANTED).unlink()
         raise HvpipeError(
-            "No rank of the job on this host is in `fit` with hk.Checkpoint, from which the job would go on. "
+            "No rank of the job is in `fit` with hk.Checkpoint, from which the job would go on. "
             "If the job has just started, try again later"
         )
-    _write(folder / _WANTED, wanted)
-    ask_to_stop(folder)
     print(f"hvpipe join: the job writes a checkpoint, and goes on from it with {wanted} (it had {places})")
     return 0
 

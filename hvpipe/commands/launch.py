@@ -26,6 +26,7 @@ _NETWORKS = re.compile(r"[a-zA-Z0-9_][\w.:/@,-]*", re.ASCII)
 # Variables that belong to one host, user session or process; ranks on other hosts keep theirs.
 _OF_ONE_HOST = re.compile(
     "HOME|HOST|HOSTNAME|LOGNAME|USER|MAIL|SHELL|SHLVL|PWD|OLDPWD|TERM|DISPLAY|TMP|TEMP|TMPDIR|PS1|LS_COLORS|_"
+    "|K_MPI_JOB_ROLE|JOB_COMPLETION_INDEX|NVIDIA_DRIVER_CAPABILITIES"
     "|.*(CUDA|NVIDIA)_VISIBLE_DEVICES|(XDG|SSH|DBUS|OMPI|OPAL|PRTE|PMIX|PMI|SLURM|PBS|LSB|LS|SGE|FLUX)_.*"
 )
 

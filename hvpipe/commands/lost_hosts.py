@@ -43,21 +43,37 @@ def _binds_any_address() -> bool:
 
 
 def unreachable(hosts: Sequence[HostSlots], agent: str | None, limit_s: float = _LIMIT_S) -> list[str]:
-    """Return the names of the hosts on which `true` does not run within `limit_s`.
+    """Return the names of the hosts on which `true` does not run within `limit_s`. This host is not asked."""
+    others = [host for host in hosts if not is_this_host(host.name)]
+    return [name for name, code in on_hosts(others, agent, ["true"], limit_s).items() if code != 0]
+
+
+def on_hosts(
+    hosts: Sequence[HostSlots], agent: str | None, command: Sequence[str], limit_s: float
+) -> dict[str, int]:
+    """Run a command on hosts, all at once; return its exit codes by their names.
 
     Args:
-        hosts: The hosts. This one is not asked.
+        hosts: The hosts.
         agent: The program that reaches hosts; None for ssh.
-        limit_s: The time limit; all hosts are asked at once.
+        command: What runs there, with output that nobody reads.
+        limit_s: The time limit.
     """
-    asked = {}
-    for host in hosts:
-        if not is_this_host(host.name):
-            command = [*shlex.split(agent or _SSH), host.name, "true"]
-            asked[host.name] = subprocess.Popen(
-                ["timeout", "-k", "1", f"{limit_s:g}", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-    return [name for name, process in asked.items() if process.wait() != 0]
+    asked = {
+        host.name: subprocess.Popen(
+            [
+                "timeout",
+                "-k",
+                "1",
+                f"{limit_s:g}",
+                *shlex.split(agent or _SSH),
+                host.name,
+                shlex.join(command),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for host in hosts
+    }
+    return {name: process.wait() for name, process in asked.items()}

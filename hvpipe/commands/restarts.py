@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvpipe.blackbox import story
 from hvpipe.checkpoints.folder import complete
-from hvpipe.commands import join, lost_hosts, rank_output
+from hvpipe.commands import join, lost_hosts, rank_output, stop
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
 from hvpipe.commands.told_errors import print_told
 from hvpipe.environment.job_folder import (
@@ -94,7 +94,7 @@ class Restarting:
                 earlier = self._records()
                 if not (self._verbose or self._writes_files):  # files should have the tracebacks, too
                     print_tracebacks(folder)
-                outcome = supervise_job(command, environ, folder, self._grace, quiet=not self._verbose)
+                outcome = self._supervise(command, environ, folder)
                 ended = read_end(folder)
                 if outcome.code == 0 and not ended and self._lacks_an_end(folder):
                     outcome = replace(outcome, code=1)
@@ -142,6 +142,11 @@ class Restarting:
                 flush=True,
             )
         raise AssertionError
+
+    def _supervise(self, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Outcome:
+        elsewhere = stop.of_hosts(self.places.hosts, self._agent, folder)
+        quiet = not self._verbose
+        return supervise_job(command, environ, folder, self._grace, quiet=quiet, ask_elsewhere=elsewhere)
 
     def _lacks_an_end(self, folder: Path) -> bool:
         """Tell whether a job has failed whose launcher ended with 0, and whose ranks reported no end.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from hvpipe.commands import (
     elastic_options,
@@ -65,6 +68,31 @@ def _every(text: str) -> int:
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Start the ranks and wait. Returns an exit code that `hvpipe --help` lists; raises LaunchError."""
+    with _ending_at_signals():
+        return _run(options, environ)
+
+
+@contextlib.contextmanager
+def _ending_at_signals() -> Iterator[None]:
+    """Exit at SIGTERM and SIGHUP while no rank runs: before the start, and between two.
+
+    As the first process of a container, whom Linux spares a signal without a handler, hvpipe would miss them.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    replaced = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in replaced:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     options.rsh_agent = horovodrun_flags.rsh_agent(options)
     settings = _settings(options)
     command = _rank_command(options)

@@ -97,6 +97,7 @@ def supervise_job(
     grace: Grace = Grace(),
     *,
     quiet: bool = False,
+    ask_elsewhere: Callable[[], bool] | None = None,
 ) -> Outcome:
     """Run a command until it ends. Call it from the main thread.
 
@@ -105,7 +106,8 @@ def supervise_job(
     are killed. SIGUSR1 and SIGUSR2 are only forwarded. If this process is killed, the command gets SIGTERM.
 
     SIGTERM comes later if a rank of this host has said in the job folder that it writes a checkpoint when
-    asked. It is asked by a file there, and has `grace.checkpoint_s` seconds.
+    asked. It is asked by a file there, and has `grace.checkpoint_s` seconds. So have ranks of other hosts, if
+    `ask_elsewhere` finds one that writes it.
 
     Args:
         command: The program and its arguments.
@@ -114,12 +116,13 @@ def supervise_job(
             have completed a checkpoint.
         grace: How long to wait.
         quiet: Whether to keep back what the launcher prints around a rank's failure.
+        ask_elsewhere: Asks ranks of other hosts for a checkpoint, and tells whether one of them writes it.
 
     Returns:
         The command's exit code; 128 + n if signal n ended it or was sent to this process, except that 75
         stays 75: the ranks have written a checkpoint first.
     """
-    supervisor = _Supervisor(grace, folder, quiet)
+    supervisor = _Supervisor(grace, folder, quiet, ask_elsewhere)
     before = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
     # Signals that were ignored (nohup, a background job of a script) stay ignored.
     replaced = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
@@ -138,7 +141,10 @@ def supervise_job(
 class _Supervisor:
     """One running command, and its signal handlers."""
 
-    def __init__(self, grace: Grace, folder: Path, quiet: bool) -> None:
+    def __init__(
+        self, grace: Grace, folder: Path, quiet: bool, ask_elsewhere: Callable[[], bool] | None = None
+    ) -> None:
+        self._ask_elsewhere = ask_elsewhere
         self._grace = grace
         self._quiet = quiet
         self._folder = folder
@@ -230,7 +236,19 @@ class _Supervisor:
             else:
                 self._after(self._grace.checkpoint_s, self._forward, number)
                 return
+        elif number == signal.SIGTERM and self._ask_elsewhere is not None:
+            self._after(self._grace.checkpoint_s, self._forward, number)
+            # It takes seconds, in which a second signal may come.
+            threading.Thread(target=self._forward_unless_asked, args=(number,), daemon=True).start()
+            return
         self._forward(number)
+
+    def _forward_unless_asked(self, number: int) -> None:
+        """Forward the signal at once if no rank of another host writes a checkpoint."""
+        assert self._ask_elsewhere is not None
+        if not self._ask_elsewhere() and self._timer is not None:
+            self._timer.cancel()
+            self._forward(number)
 
     def _forward(self, number: int) -> None:
         assert self._process is not None

@@ -94,6 +94,43 @@ def listening(folder: Path, rank: int) -> Iterator[None]:
             sign.unlink()
 
 
+@contextlib.contextmanager
+def listening_away(job: str, rank: int) -> Iterator[None]:
+    """Let `hvpipe stop` on this host know that this rank stops when asked; the job folder is on another host.
+
+    Args:
+        job: The path of the job folder there.
+        rank: This rank.
+    """
+    folder = away_folder(job)
+    try:
+        make_own(folder)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        yield
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        with listening(folder, rank):
+            yield
+    finally:
+        os.close(lock)
+        with contextlib.suppress(OSError):  # another rank has just removed it
+            if not any(folder.glob("listening-*")):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def away_folder(job: str) -> Path:
+    """Return the folder by which the ranks of a host are asked to stop if their job folder is on another."""
+    return Path(tempfile.gettempdir()) / f"{Path(job).name}-away"
+
+
+def listeners(folder: Path) -> list[int]:
+    """Return the processes of the ranks that `any_listens` has found."""
+    told = [read_own(path, _MOST_BYTES) for path in folder.glob("listening-*") if _lives(path)]
+    return [int(pid) for pid in told if pid is not None and pid.isdigit()]
+
+
 def any_listens(folder: Path) -> bool:
     """Tell whether a rank of this host stops when asked. Ranks that were killed have left their sign."""
     return is_own(folder) and any(_lives(path) for path in folder.glob("listening-*"))

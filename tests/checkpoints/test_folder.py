@@ -246,7 +246,21 @@ def test_two_processes_in_one_folder(tmp_path: Path) -> None:
     assert another() == "locked\n"  # and its lock has ended with it
     assert [folders.claim(tmp_path), folders.claim(tmp_path)] == ["locked", "held"]
     assert another() == "taken\n"
-    assert folders.holder(tmp_path) == (socket.gethostname(), str(os.getpid()))
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert folders.holder(tmp_path) == (socket.gethostname(), str(os.getpid()), boot)
+
+
+def test_a_lost_host_is_waited_for_also_if_another_has_its_name_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a pod that was made again on another machine gave up after 5 s."""
+    for boot, limit in (("", "5"), (folders._boot(), "5"), ("0-another-machine", "120")):
+        (tmp_path / ".lock").write_text(f"{socket.gethostname()} 4242 {boot}")
+        found = iter(["taken", "locked"])
+        monkeypatch.setattr(folders, "claim", lambda folder, found=found: next(found))
+        with caplog.at_level(logging.WARNING):
+            folders.claim_or_refuse(tmp_path)
+        assert f"Waiting {limit} s for its end" in caplog.messages[-1]
 
 
 def test_a_second_job_in_one_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe.commands import join, lost_hosts
+from hvpipe.commands import join, lost_hosts, stop
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.join import Places
 from hvpipe.environment.job_folder import PREFIX, new_job_folder
@@ -97,10 +97,21 @@ def test_a_host_that_cannot_be_reached_does_not_end_the_job(job: Path) -> None:
     assert not (job / "stop").exists()
 
 
+def test_ranks_of_other_hosts_are_asked_if_none_is_here(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a job whose launcher has no rank could not grow."""
+    asked = []
+    monkeypatch.setattr(stop, "of_hosts", lambda *given: lambda: asked.append(given) or True)
+    (job / "listening-0").unlink()
+    assert ask("c:2") == 0
+    assert asked == [(TWO_HOSTS.hosts, "agent", job)]
+    assert join.wanted(job) == Places(6, (*TWO_HOSTS.hosts, HostSlots("c", 2)))
+
+
 def test_jobs_that_cannot_go_on(job: Path) -> None:
     (job / "listening-0").write_text(str(2**22 + 1))  # more than any PID: the rank was killed
-    with pytest.raises(HvpipeError, match=r"No rank of the job on this host is in `fit` with hk.Checkpoint"):
+    with pytest.raises(HvpipeError, match=r"No rank of the job is in `fit` with hk.Checkpoint"):
         ask("c:1")
+    assert join.wanted(job) is None
     copied = job.with_name(f"{PREFIX}killed")  # nobody holds its lock
     shutil.copytree(job, copied)
     (job / "running.json").unlink()

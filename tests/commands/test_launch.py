@@ -265,6 +265,7 @@ def test_variables_exported_to_other_hosts() -> None:
         [
             *("PATH", "HVPIPE_TRACE", "DATA_DIR", "CUDA_DEVICE_ORDER"),
             *("HOME", "_", "SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "CUDA_VISIBLE_DEVICES", "BASH_FUNC_a%%"),
+            *("K_MPI_JOB_ROLE", "JOB_COMPLETION_INDEX", "NVIDIA_DRIVER_CAPABILITIES"),
         ],
         "x",
     )

@@ -174,6 +174,24 @@ def test_output_of_each_rank_in_files(ending: str, code: int, tmp_path: Path) ->
     assert "x" * 200_000 in (logs / "rank.1" / "stderr").read_text()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_start(number: signal.Signals, tmp_path: Path) -> None:
+    """Regression: as the first process of a container, `hvpipe run` had no handler then, and went on."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\ntouch ready\nexec sleep 60\n")
+    mpirun.chmod(0o755)
+    command = [sys.executable, "-m", "hvpipe", "run", "-np", "2", "--mpirun", str(mpirun), __file__]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment()) as process:
+        deadline_s = time.monotonic() + LIMIT_S
+        while not (tmp_path / "ready").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        process.send_signal(number)
+        try:
+            assert process.wait(30) == 128 + number  # not -number: a handler has ended it
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(
     ("number", "options"),
     [(signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGTERM, ["--output-filename", "logs"])],

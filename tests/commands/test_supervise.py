@@ -24,6 +24,11 @@ def supervised(program: str, tmp_path: Path, grace_s: float = 30.0, setup: str =
     """Start `supervise` in a new process. Return once its Python program has created the file `ready`."""
     script = f"{setup}\nimport os, sys\nfrom hvpipe.commands.supervise import supervise\n"
     script += f"sys.exit(supervise([sys.executable, '-c', {program!r}], os.environ, grace_s={grace_s}))"
+    return started(script, tmp_path)
+
+
+def started(script: str, tmp_path: Path) -> subprocess.Popen[str]:
+    """Start a script in a new process. Return once it, or its child, has created the file `ready`."""
     process = subprocess.Popen(
         [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True
     )
@@ -197,6 +202,26 @@ def test_sigterm_is_forwarded_after_the_grace_for_a_checkpoint(tmp_path: Path) -
     process = supervised(LISTENING.format(stubborn=True), tmp_path, setup=setup)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 143
+
+
+@pytest.mark.parametrize(("listen", "code"), [(True, 75), (False, 143)])
+def test_ranks_of_other_hosts_are_asked_if_none_is_here(listen: bool, code: int, tmp_path: Path) -> None:
+    """Regression: mpirun killed ranks on other hosts a second after SIGTERM, without a checkpoint."""
+    program = LISTENING.format(stubborn=False).replace("listening-0", "other")
+    script = f"""
+import os, sys
+from pathlib import Path
+from hvpipe.commands.supervise import supervise_job
+folder = Path("job"); folder.mkdir(mode=0o700)
+folder = folder.absolute()
+def ask():
+    if {listen}: (folder / "stop").touch()
+    return {listen}
+sys.exit(supervise_job([sys.executable, "-c", {program!r}], os.environ, folder, ask_elsewhere=ask).code)
+"""
+    process = started(script, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == code
 
 
 def test_another_signal_waits_for_no_checkpoint(tmp_path: Path) -> None:

@@ -106,6 +106,14 @@ def test_one_rank_without_a_launcher_and_three_ranks_learn(tmp_path: Path) -> No
     assert accuracy(train(3, "--batch", "16", "--epochs", "2")) >= 0.9
 
 
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    first = train(ALONE, "--checkpoint", tmp_path / "run", "--epochs", "2")
+    assert "Epoch 1/2" in first.output, first.describe()
+    second = train(ALONE, "--checkpoint", tmp_path / "run", "--epochs", "3")
+    assert "Epoch 3/3" in second.output, second.describe()
+    assert "Epoch 2/3" not in second.output, second.describe()
+
+
 def test_a_model_learns_folders_of_images(photos: Path, tmp_path: Path) -> None:
     """Without overlap, the trace has the same parts."""
     options = ("--data", photos, "--pixels", "16", "--epochs", "6", "--batch", "8", "--rate", "0.2")

@@ -21,6 +21,7 @@ from hvpipe.checkpoints.manifest import Manifest, Position
 from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
 from hvpipe.environment.job_folder import STOPPED, TOO_FEW, tell_checkpoints
+from hvpipe.environment.settings import job_name
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.boundary_requests import BUSY, FAILED, STOP, CheckpointTimer
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
@@ -114,7 +115,7 @@ class CheckpointedFit:
         if session.settings.job_folder is not None:
             tell_checkpoints(session.settings.job_folder, options.folder)
         session.checkpoints = options.folder
-        self._stop = StopRequest(session.settings.job_folder, world.rank)
+        self._stop = StopRequest(session.settings.job_folder, world.rank, job_name())
         self._open.enter_context(self._stop.listening())
         self._samples_at_begin = self._samples_at_epoch = self._state.samples()
         self._inner, self._model.train_function = self._model.train_function, self._train

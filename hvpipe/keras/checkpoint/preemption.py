@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvpipe.environment.job_folder import asked_to_stop, listening, tell_checkpoint
+from hvpipe.environment.job_folder import (
+    asked_to_stop,
+    away_folder,
+    listening,
+    listening_away,
+    tell_checkpoint,
+)
 from hvpipe.failures.flight_record import mark_signals
 
 
@@ -19,10 +25,12 @@ class StopRequest:
     Args:
         job_folder: The folder that `hvpipe run` shares with the ranks of its host; None without it.
         rank: This rank.
+        job: The path of that folder, also if it is on another host.
     """
 
-    def __init__(self, job_folder: Path | None, rank: int) -> None:
-        self._folder = job_folder
+    def __init__(self, job_folder: Path | None, rank: int, job: str | None = None) -> None:
+        self._folder = away_folder(job) if job_folder is None and job is not None else job_folder
+        self._away = job if job_folder is None else None
         self._rank = rank
         self._received = self._signalled = False
         self.too_late = False
@@ -46,7 +54,9 @@ class StopRequest:
                 mark_signals()  # Python knows no handler in C, and has removed the recorder's
                 stack.callback(self._send_again)
                 stack.callback(self._act_as_before)
-            if self._folder is not None:
+            if self._away is not None:
+                stack.enter_context(listening_away(self._away, self._rank))
+            elif self._folder is not None:
                 stack.enter_context(listening(self._folder, self._rank))
             yield
 

@@ -1,0 +1,114 @@
+"""`hvpipe stop`: let the ranks on this host write a checkpoint and end, as SIGTERM to `hvpipe run` does.
+
+It is for hosts that are about to go, such as an evicted pod of Kubernetes, and for a launcher without ranks:
+that runs it by ssh where the ranks are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hvpipe.commands import lost_hosts
+from hvpipe.commands.hosts import HostSlots
+from hvpipe.environment.job_folder import (
+    PREFIX,
+    any_listens,
+    ask_to_stop,
+    away_folder,
+    is_running,
+    listeners,
+)
+from hvpipe.errors import HvpipeError
+from hvpipe.own_folder import is_own
+
+_LIMIT_S = 20.0  # for ssh, and for the start of a Python there
+_POLL_S = 0.1
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hvpipe stop`."""
+    parser.add_argument(
+        "--job",
+        metavar="NAME",
+        help="the name or path of one job's folder, as in HVPIPE_JOB_FOLDER (default: all jobs of this user)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="S",
+        help="return when the ranks have ended, after S seconds at the latest",
+    )
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Ask the ranks of this host to stop. Returns 0 if one listens; raises HvpipeError otherwise."""
+    if options.wait is not None and not (math.isfinite(options.wait) and options.wait >= 0):
+        raise HvpipeError(f"--wait should be a number of seconds. Received: --wait {options.wait}")
+    found = [folder for folder in _folders(options.job) if any_listens(folder)]
+    if not found:
+        raise HvpipeError(
+            "No rank of yours on this host is in `fit` with hk.Checkpoint, started by `hvpipe run`"
+            + (f". Received: --job {options.job}" if options.job is not None else "")
+        )
+    ranks = [pid for folder in found for pid in listeners(folder)]
+    for folder in found:
+        ask_to_stop(folder)
+    print(f"hvpipe stop: {len(ranks)} ranks write a checkpoint and end, and with them all ranks of their job")
+    if options.wait is not None and (left := _still_there(ranks, options.wait)):
+        raise HvpipeError(f"After --wait {options.wait:g} seconds, these ranks are still there: {left}")
+    return 0
+
+
+def of_hosts(hosts: Sequence[HostSlots], agent: str | None, folder: Path) -> Callable[[], bool] | None:
+    """Return the function that asks a job's ranks on other hosts, and tells whether one of them listens.
+
+    It asks nobody if the job has ranks on this host: these know whether they listen.
+
+    Args:
+        hosts: The hosts of the job; without hosts there is no such function.
+        agent: The program that reaches them; None for ssh.
+        folder: The job folder, on this host.
+    """
+    command = [sys.executable, "-m", "hvpipe", "stop", "--job", folder.name]
+
+    def ask() -> bool:
+        if any(lost_hosts.is_this_host(host.name) for host in hosts):
+            return False
+        return 0 in lost_hosts.on_hosts(hosts, agent, command, _LIMIT_S).values()
+
+    return ask if hosts else None
+
+
+def _folders(job: str | None) -> list[Path]:
+    """Return the folders of the jobs that have ranks here."""
+    if job is not None:
+        place = Path(tempfile.gettempdir()) / Path(job).name
+        return [place, away_folder(job)]
+    folders = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+    return [folder for folder in folders if is_own(folder) and is_running(folder)]
+
+
+def _still_there(pids: Sequence[int], limit_s: float) -> list[int]:
+    """Wait for the end of processes; return those that have not ended in time."""
+    deadline_s = time.monotonic() + limit_s
+    while left := [pid for pid in pids if _lives(pid)]:
+        if time.monotonic() >= deadline_s:
+            return left
+        time.sleep(_POLL_S)
+    return []
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.kill(pid, 0)
+        # a process that has ended, and whose parent has not noticed
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
