@@ -5,19 +5,26 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=16
 #SBATCH --time=04:00:00
+# 120 s before the time limit Slurm sends SIGTERM to all ranks. Then, or when
+# the job is preempted, they write a checkpoint; Slurm may start it again.
+#SBATCH --signal=TERM@120 --requeue --open-mode=append
 
-# the environment that hvpipe is installed in; before it, "module load openmpi"
-# if hvpipe was built with your cluster's MPI
-source "${VENV:-$HOME/venv}/bin/activate"
+# the environment that hvpipe is installed in; if hvpipe was built with your
+# cluster's MPI, "module load" that first
+source "$HOME/venv/bin/activate"
 
 # the summary at the end, and hvpipe top
 export HVPIPE_SUMMARY=1
-# after a failure: hvpipe blackbox crashes
-export HVPIPE_FLIGHT_RECORDER="$SLURM_SUBMIT_DIR/crashes"
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
 export TF_NUM_INTRAOP_THREADS="$SLURM_CPUS_PER_TASK"
 
 # --mpi: pmix for Open MPI, pmi2 for MPICH and Intel MPI
-# -c: since Slurm 22.05 srun does not take it from sbatch
 # -K: if one rank fails, all ranks end
-srun --mpi="${PMI:-pmix}" -K -c "$SLURM_CPUS_PER_TASK" python -u "${@:-train.py}"
+# -c: since Slurm 22.05 srun does not take it from sbatch
+srun --mpi=pmix -K -c "$SLURM_CPUS_PER_TASK" python -u train.py
+code=$?
+
+# 75: all ranks have written a checkpoint, from which the next start goes on.
+# 143: so they have, but -K was quicker than the exit of the last one.
+case $code in 75 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+exit $code
