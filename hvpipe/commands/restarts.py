@@ -31,7 +31,8 @@ from hvpipe.environment.job_folder import (
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
 _OPEN_MPIS_EXIT = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code: +(\d+)")
-# Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
+# Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others. It may do so while
+# ranks leave with a code of hvpipe's.
 _NO_END = (
     "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost, or "
     "all ranks of this one."
@@ -96,7 +97,9 @@ class Restarting:
                     print_tracebacks(folder)
                 outcome = supervise_job(command, environ, folder, self._grace, quiet=not self._verbose)
                 ended = read_end(folder)
-                if outcome.code == 0 and not ended and self._lacks_an_end(folder):
+                if outcome.code == 0 and ended:
+                    outcome = replace(outcome, code=ended)
+                elif outcome.code == 0 and ended is None and self._lacks_an_end(folder):
                     outcome = replace(outcome, code=1)
                     print(_NO_END, file=sys.stderr, flush=True)
                 verdict = ""
