@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvpipe.blackbox import story
 from hvpipe.checkpoints.folder import complete
-from hvpipe.commands import join, lost_hosts, rank_output
+from hvpipe.commands import join, lost_hosts, rank_output, slurm
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
 from hvpipe.commands.told_errors import print_told
 from hvpipe.environment.job_folder import (
@@ -91,7 +91,8 @@ class Restarting:
         failed_before = self.joined = False
         for left in range(self._restarts, -1, -1):
             with new_job_folder() as folder:
-                join.register(folder, self.places, self._agent, self._least)
+                most = sum(slurm.slots(environ)) or None
+                join.register(folder, self.places, self._agent, self._least, most)
                 earlier = self._records()
                 if not (self._verbose or self._writes_files):  # files should have the tracebacks, too
                     print_tracebacks(folder)
