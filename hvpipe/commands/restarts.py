@@ -35,7 +35,7 @@ _OPEN_MPIS_EXIT = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code: +(\d+)")
 # ranks leave with a code of hvpipe's.
 _NO_END = (
     "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost, or "
-    "all ranks of this one."
+    "all ranks of this one, or a batch system ended them."
 )
 
 
@@ -75,6 +75,8 @@ class Restarting:
             raise LaunchError(f"--restarts should be at least 0. Received: {options.restarts}")
         if not (math.isfinite(options.grace) and options.grace >= 0):
             raise LaunchError(f"--grace should be a number of seconds. Received: {options.grace}")
+        self.allocation: Mapping[str, str] = {}
+        """Variables that describe what is left of Slurm's allocation, if it has lost hosts."""
         self._before_join: join.Places | None = None
         """The places that the job goes back to if it cannot start with those of `hvpipe join`."""
         self._restarts = options.restarts
@@ -132,7 +134,7 @@ class Restarting:
                     _tell_loss(loss, checkpoint)
                 assert wanted is not None
                 self.places, self.joined = wanted, True
-            if outcome.code not in (0, STOPPED, TOO_FEW) and not outcome.asked and self._loses_hosts():
+            if outcome.code not in (0, STOPPED, TOO_FEW) and not outcome.asked and self._loses_hosts(environ):
                 return outcome.code if self.joined else TOO_FEW
             if why_not is not None:
                 if why_not and self._restarts:
@@ -157,12 +159,18 @@ class Restarting:
             self._elastic and bool(lost_hosts.unreachable(self.places.hosts, self._agent))
         )
 
-    def _loses_hosts(self) -> bool:
+    def _loses_hosts(self, environ: Mapping[str, str]) -> bool:
         """Tell whether the job fails because hosts are lost; go on without them if enough ranks are left."""
-        gone = lost_hosts.unreachable(self.places.hosts, self._agent) if self._elastic else []
+        if not self._elastic:
+            return False
+        gone = lost_hosts.unreachable(self.places.hosts, self._agent)
+        left = self.places.without_hosts(gone)
+        if not self.places.hosts and (allocation := slurm.smaller(environ)):
+            gone = list(allocation.lost)
+            left = join.Places(min(self.places.ranks, allocation.slots))
+            self.allocation = allocation.environ
         if not gone:
             return False
-        left = self.places.without_hosts(gone)
         self.joined = left.ranks >= self._least
         print(
             f"hvpipe run: {', '.join(gone)} cannot be reached. "
