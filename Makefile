@@ -13,7 +13,7 @@
 #   make peers-test       train two steps with each of those systems
 #   make rivals           set up .venv-rivals, where Keras runs on JAX and on PyTorch, for comparisons
 #   make horovod-test     start examples/train.py with a real horovodrun
-#   make setup | lint | plan | races | bench | rest | keras | oldest-keras | cuda | wheel | mpich | ucx | format | clean
+#   make setup | lint | plan | races | bench | rest | keras | oldest-keras | cuda | wheel | mpich | ucx | slurm-test | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
 
@@ -54,7 +54,7 @@ export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
 .PHONY: help setup train test test-all all-layouts lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races bench sanitize reliability peers rivals peers-test horovod-test \
-    ucx format clean
+    ucx slurm-test format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -127,6 +127,10 @@ mpich: setup
 # Not part of `test`: it takes packages of Debian.
 ucx: setup
 	@$(TIMED) "engine on Open MPI 4.1 over UCX" .ci/ucx.sh $(VENV)
+
+# Not part of `test`: it needs root, takes packages of Debian, and runs for half an hour.
+slurm-test: setup
+	@$(TIMED) "the scripts of examples/ on a Slurm of two nodes" .ci/slurm.sh $(VENV)
 
 # The tests marked older_tensorflow.
 keras: setup

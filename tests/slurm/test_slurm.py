@@ -5,6 +5,7 @@ The job is tests/support/checkpointed_job.py. With 4 ranks an epoch has 5 steps.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -128,24 +129,80 @@ def test_join_goes_on_with_more_ranks(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["slurm.sh", "slurm-run.sh"])
-def test_scancel_leaves_a_checkpoint_and_no_process(slurm: Slurm, tmp_path: Path, example: str) -> None:
-    job = Submitted(slurm, tmp_path, example, training(tmp_path, epochs=200, pause=0.1, more="--every 1000steps"))
+def test_scancel_leaves_no_process(slurm: Slurm, tmp_path: Path, example: str) -> None:
+    long = training(tmp_path, epochs=200, pause=0.1, more="--every 1000steps")
+    job = Submitted(slurm, tmp_path, example, long)
     job.prints("TRAINING")
     slurm("scancel", job.number)
     job.ends("CANCELLED", None)
-    assert newest(tmp_path) > 0
+    # Slurm ends Open MPI's daemons at once, and they end the ranks. With srun there are none.
+    assert (newest(tmp_path) > 0) == (example == "slurm.sh")
+
+
+def test_ranks_on_other_nodes_end_if_hvpipe_run_is_killed(slurm: Slurm, tmp_path: Path) -> None:
+    job = Submitted(slurm, tmp_path, "slurm-run.sh", training(tmp_path, epochs=200, pause=0.1))
+    job.prints("TRAINING")
+    slurm("pkill", "-KILL", "-f", f"hvpipe run .*{tmp_path}")
+    job.ends("FAILED", 137)
 
 
 @pytest.mark.parametrize("example", ["slurm.sh", "slurm-run.sh"])
 def test_a_preempted_job_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path, example: str) -> None:
-    job = Submitted(slurm, tmp_path, example, training(tmp_path, epochs=40, pause=0.1, more="--every 1000steps"))
+    long = training(tmp_path, epochs=40, pause=0.1, more="--every 1000steps")
+    job = Submitted(slurm, tmp_path, example, long)
     job.prints("TRAINING")
     slurm("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true", limit_s=120)
-    assert 0 < newest(tmp_path) < 200
+    step = newest(tmp_path)
+    assert 0 < step < 200, job.output()
     output = job.ends()
-    assert output.count("TRAINING") == 2
-    assert steps(output) == [200]
+    assert f"step {step}, epoch {step // 5 + 1}" in output
+    assert (output.count("TRAINING"), steps(output)) == (2, [200])
     assert slurm.job(job.number).restarts == 1
+
+
+def test_a_job_that_loses_a_node_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path) -> None:
+    job = Submitted(slurm, tmp_path, "slurm.sh", training(tmp_path, epochs=40, pause=0.1))
+    job.prints("TRAINING")
+    wait_for("a checkpoint", lambda: newest(tmp_path), 60)
+    slurm.lose_node("n2")
+    wait_for("the job waits", lambda: slurm.job(job.number).state == "PENDING", LIMIT_S)
+    slurm.start_node("n2")
+    output = job.ends()
+    assert "training resumes from" in output
+    assert (output.count("TRAINING"), steps(output)) == (2, [200])
+
+
+def test_an_elastic_job_goes_on_without_a_lost_node(slurm: Slurm, tmp_path: Path) -> None:
+    changes = {**training(tmp_path, epochs=40, pause=0.1), "--restarts 10": "--elastic"}
+    job = Submitted(slurm, tmp_path, "slurm-run.sh", changes, "--no-kill")
+    job.prints("TRAINING")
+    wait_for("a checkpoint", lambda: newest(tmp_path), 60)
+    slurm.lose_node("n2")
+    output = job.ends()
+    slurm.start_node("n2")
+    slurm.wait_idle()
+    assert "n2 cannot be reached. The job starts again without these hosts" in output
+    assert "the job goes on with 2 ranks" in output
+    assert output.count("TRAINING") == 2
+
+
+@pytest.mark.parametrize("example", ["slurm.sh", "slurm-run.sh"])
+def test_a_script_with_an_error_is_not_requeued(slurm: Slurm, tmp_path: Path, example: str) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text("import hvpipe\nhvpipe.init()\nassert hvpipe.rank() != 3\nhvpipe.barrier()\n")
+    job = Submitted(slurm, tmp_path, example, {"train.py": str(script)})
+    output = job.ends("FAILED", None)
+    assert "AssertionError" in output
+    assert slurm.job(job.number).restarts == 0
+
+
+def test_a_job_ends_on_a_node_that_is_drained(slurm: Slurm, tmp_path: Path) -> None:
+    job = Submitted(slurm, tmp_path, "slurm-run.sh", training(tmp_path))
+    job.prints("TRAINING")
+    slurm("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
+    assert steps(job.ends()) == [20]
+    slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
+    slurm.wait_idle()
 
 
 def test_a_job_array_trains_apart(slurm: Slurm, tmp_path: Path) -> None:

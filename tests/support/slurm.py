@@ -47,6 +47,7 @@ KillWait=20
 SchedulerParameters=sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 {nodes}
 PartitionName=usual Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
@@ -111,7 +112,11 @@ class Slurm:
         self._spawn("slurmctld", "slurmctld", "-D")
         for name in NODES:
             self.start_node(name)
-        wait_for("two idle nodes", lambda: self("sinfo", "-h", "-o", "%T %D").strip() == "idle 2", 60)
+        self.wait_idle()
+
+    def wait_idle(self) -> None:
+        """Wait until both nodes are idle."""
+        wait_for("two idle nodes", lambda: set(self("sinfo", "-h", "-N", "-o", "%T").split()) == {"idle"}, 60)
 
     def start_node(self, name: str) -> None:
         """Start a node, with the network that it had."""
