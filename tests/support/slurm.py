@@ -123,6 +123,9 @@ class Slurm:
         _do("ip", "netns", "add", name)
         _do("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
         _do("ip", "link", "set", f"to-{name}", "master", "br0", "up")
+        spool = self.folder / f"spool-{name}"  # with sockets of the tasks that the node ran when it was lost
+        shutil.rmtree(spool, ignore_errors=True)
+        spool.mkdir()
         # A checkout there is shared by the nodes.
         own_tmp = "" if Path.cwd().is_relative_to("/tmp") else "mount -t tmpfs tmpfs /tmp"
         script = _NODE.format(name=name, address=NODES[name], own_tmp=own_tmp)
@@ -196,7 +199,7 @@ class Slurm:
         return {**kept, **quiet, "SLURM_CONF": f"{self.folder}/slurm.conf"}
 
     def _configure(self) -> None:
-        for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
+        for name in ("munge", "state"):
             (self.folder / name).mkdir(mode=0o755)
         (self.folder / "munge" / "key").write_bytes(os.urandom(128))
         (self.folder / "munge" / "key").chmod(0o400)
