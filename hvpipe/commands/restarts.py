@@ -31,8 +31,8 @@ from hvpipe.environment.job_folder import (
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
 _OPEN_MPIS_EXIT = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code: +(\d+)")
-# Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others. It may do so while
-# ranks leave with a code of hvpipe's.
+# Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others. It may do so
+# while ranks leave with a code of hvpipe's.
 _NO_END = (
     "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost, or "
     "all ranks of this one, or a batch system ended them."

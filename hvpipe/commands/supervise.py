@@ -212,15 +212,17 @@ class _Supervisor:
         first = self._received is None
         if first:
             self._received, self._received_at = number, time.monotonic()
-        elif number == self._received == signal.SIGTERM:
-            if time.monotonic() - self._received_at < _SAME_SIGTERM_S:
-                return
+        elif number == self._received == signal.SIGTERM and self._received_s_ago() < _SAME_SIGTERM_S:
+            return
         if self._process is None or self._process.returncode is not None:
             return
         if first:
             self._end(number)
         else:
             kill_session(self._process.pid)
+
+    def _received_s_ago(self) -> float:
+        return time.monotonic() - self._received_at
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal that ends nothing."""

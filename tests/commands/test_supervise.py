@@ -157,7 +157,9 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
 
 def test_sigterm_that_comes_twice_at_once_counts_as_one(tmp_path: Path) -> None:
     """Regression: Slurm sends it to all processes, a script passes it on, and no checkpoint was written."""
-    process = supervised(LISTENING.format(stubborn=False).replace("time.sleep(0.01)", "time.sleep(1)"), tmp_path)
+    process = supervised(
+        LISTENING.format(stubborn=False).replace("time.sleep(0.01)", "time.sleep(1)"), tmp_path
+    )
     process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)

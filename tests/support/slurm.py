@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,14 +212,16 @@ class Slurm:
         for number in range(SLOTS):
             (self.folder / f"gpu{number}").touch()
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{SLOTS - 1}]\n")
-        (self.folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self.folder}/cgroup\n")
+        (self.folder / "cgroup.conf").write_text(
+            f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self.folder}/cgroup\n"
+        )
         hosts = self.folder / "hosts"
         names = {"localhost": "127.0.0.1", "head": _HEAD, **NODES}
         hosts.write_text("".join(f"{address} {name}\n" for name, address in names.items()))
         _do("mount", "--bind", str(hosts), "/etc/hosts")
 
     def _spawn(self, name: str, *command: str) -> None:
-        with (self.folder / f"{name}.out.log").open("ab") as log:
+        with (self.folder / f"{name}.out").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment()
             )
