@@ -14,6 +14,7 @@
 #   make rivals           set up .venv-rivals, where Keras runs on JAX and on PyTorch, for comparisons
 #   make horovod-test     start examples/train.py with a real horovodrun
 #   make kubernetes-test  run the commands of examples/kubernetes as pods, in network namespaces (needs root)
+#   make slurm-test       run the scripts of examples/ on a Slurm of two nodes (needs root, Debian's packages)
 #   make setup | lint | plan | races | bench | rest | keras | oldest-keras | cuda | wheel | mpich | ucx | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
@@ -55,7 +56,7 @@ export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
 .PHONY: help setup train test test-all all-layouts lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races bench sanitize reliability peers rivals peers-test horovod-test kubernetes-test \
-    ucx format clean
+    ucx slurm-test format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -133,6 +134,10 @@ ucx: setup
 kubernetes-test: setup
 	@mkdir -p build
 	@$(TIMED) "commands of examples/kubernetes, as pods" .ci/kubernetes.sh $(VENV)
+
+# Not part of `test`: it needs root, takes packages of Debian, and runs for half an hour.
+slurm-test: setup
+	@$(TIMED) "the scripts of examples/ on a Slurm of two nodes" .ci/slurm.sh $(VENV)
 
 # The tests marked older_tensorflow.
 keras: setup

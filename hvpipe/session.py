@@ -133,6 +133,7 @@ class Session:
             self.named_calls()  # now, because kernels of TensorFlow look for them
         self.checkpoints: Path | None = None  # their folder, once `fit` writes some
         self.lost: str | None = None  # says which ranks are lost, until the others go on
+        self.exit_code = 0  # that hvpipe ends all ranks with
         self.run_section: Callable[[Callable[[], Any]], Any] = run_directly
         """Runs what all ranks do together between steps; see hvpipe.keras.data_parallel.elastic."""
         self._left_behind: list[Any] = []  # freeing it could wait for a lost rank
@@ -171,7 +172,8 @@ class Session:
         end_record(self.settings.flight_path)
         self.engine.native = None
         self.world.close()
-        tell_end(job_name(), self.checkpoints if self._left_behind else None)  # all ranks there may be lost
+        shared = self.checkpoints if self._left_behind else None  # all ranks of that host may be lost
+        tell_end(job_name(), shared, self.exit_code)
 
     def _tell_of_training_alone(self) -> None:
         """Warn of what this rank has trained alone, and no lower rank; rank 0 told at once. Collective."""
@@ -467,7 +469,7 @@ def _leave(by: str, at_exit: bool = False) -> None:
         if session.settings.elastic and session.has_lost_ranks():
             logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
             session.engine.stop()  # without the others; its threads must not call MPI once that is finalised
-            tell_end(job_name(), session.checkpoints)
+            tell_end(job_name(), session.checkpoints, session.exit_code)
             return
         if session.world.size == 1:
             raise

@@ -114,6 +114,11 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise HvpipeError(
             f"The job should have at least {told['least']} ranks (--min-np). Received: {wanted.ranks}"
         )
+    if not places.hosts and wanted.ranks > (told["most"] or wanted.ranks):
+        raise HvpipeError(
+            f"-np should be at most {told['most']}, the number of tasks of the Slurm allocation. "
+            f"Received: -np {wanted.ranks}; the job goes on as it is"
+        )
     if gone := lost_hosts.unreachable(hosts, told["agent"]):
         raise HvpipeError(
             "Hosts that join should run commands without asking for a password, as in `ssh HOST true`. "
@@ -132,7 +137,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 0
 
 
-def register(folder: Path, places: Places, agent: str | None, least: int) -> None:
+def register(folder: Path, places: Places, agent: str | None, least: int, most: int | None = None) -> None:
     """Say in the job folder what is running.
 
     Args:
@@ -140,8 +145,9 @@ def register(folder: Path, places: Places, agent: str | None, least: int) -> Non
         places: The ranks and hosts.
         agent: The program that reaches other hosts; None: ssh.
         least: The least number of ranks.
+        most: The largest number of ranks that Slurm lets run; None if it does not say.
     """
-    _write(folder / _RUNNING, places, agent=agent, least=least)
+    _write(folder / _RUNNING, places, agent=agent, least=least, most=most)
 
 
 def wanted(folder: Path) -> Places | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvpipe.blackbox import story
 from hvpipe.checkpoints.folder import complete
-from hvpipe.commands import join, lost_hosts, rank_output, stop
+from hvpipe.commands import join, lost_hosts, rank_output, slurm, stop
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, Grace, Outcome, supervise_job
 from hvpipe.commands.told_errors import print_told
 from hvpipe.environment.job_folder import (
@@ -31,10 +31,11 @@ from hvpipe.environment.job_folder import (
 from hvpipe.errors import HvpipeError, LaunchError, name_lost
 
 _OPEN_MPIS_EXIT = re.compile(r"Process name: \[\S+,(\d+)\]\s+Exit code: +(\d+)")
-# Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
+# Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others. It may do so
+# while ranks leave with a code of hvpipe's.
 _NO_END = (
     "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost, or "
-    "all ranks of this one."
+    "all ranks of this one, or a batch system ended them."
 )
 
 
@@ -74,6 +75,8 @@ class Restarting:
             raise LaunchError(f"--restarts should be at least 0. Received: {options.restarts}")
         if not (math.isfinite(options.grace) and options.grace >= 0):
             raise LaunchError(f"--grace should be a number of seconds. Received: {options.grace}")
+        self.allocation: Mapping[str, str] = {}
+        """Variables that describe what is left of Slurm's allocation, if it has lost hosts."""
         self._before_join: join.Places | None = None
         """The places that the job goes back to if it cannot start with those of `hvpipe join`."""
         self._restarts = options.restarts
@@ -90,13 +93,16 @@ class Restarting:
         failed_before = self.joined = False
         for left in range(self._restarts, -1, -1):
             with new_job_folder() as folder:
-                join.register(folder, self.places, self._agent, self._least)
+                most = sum(slurm.slots(environ)) or None
+                join.register(folder, self.places, self._agent, self._least, most)
                 earlier = self._records()
                 if not (self._verbose or self._writes_files):  # files should have the tracebacks, too
                     print_tracebacks(folder)
                 outcome = self._supervise(command, environ, folder)
                 ended = read_end(folder)
-                if outcome.code == 0 and not ended and self._lacks_an_end(folder):
+                if outcome.code == 0 and ended:
+                    outcome = replace(outcome, code=ended)
+                elif outcome.code == 0 and ended is None and self._lacks_an_end(folder):
                     outcome = replace(outcome, code=1)
                     print(_NO_END, file=sys.stderr, flush=True)
                 verdict = ""
@@ -128,7 +134,7 @@ class Restarting:
                     _tell_loss(loss, checkpoint)
                 assert wanted is not None
                 self.places, self.joined = wanted, True
-            if outcome.code not in (0, STOPPED, TOO_FEW) and not outcome.asked and self._loses_hosts():
+            if outcome.code not in (0, STOPPED, TOO_FEW) and not outcome.asked and self._loses_hosts(environ):
                 return outcome.code if self.joined else TOO_FEW
             if why_not is not None:
                 if why_not and self._restarts:
@@ -158,12 +164,18 @@ class Restarting:
             self._elastic and bool(lost_hosts.unreachable(self.places.hosts, self._agent))
         )
 
-    def _loses_hosts(self) -> bool:
+    def _loses_hosts(self, environ: Mapping[str, str]) -> bool:
         """Tell whether the job fails because hosts are lost; go on without them if enough ranks are left."""
-        gone = lost_hosts.unreachable(self.places.hosts, self._agent) if self._elastic else []
+        if not self._elastic:
+            return False
+        gone = lost_hosts.unreachable(self.places.hosts, self._agent)
+        left = self.places.without_hosts(gone)
+        if not self.places.hosts and (allocation := slurm.smaller(environ)):
+            gone = list(allocation.lost)
+            left = join.Places(min(self.places.ranks, allocation.slots))
+            self.allocation = allocation.environ
         if not gone:
             return False
-        left = self.places.without_hosts(gone)
         self.joined = left.ranks >= self._least
         print(
             f"hvpipe run: {', '.join(gone)} cannot be reached. "

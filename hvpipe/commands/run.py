@@ -109,6 +109,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             if code != 0 and not options.dry_run:
                 _tell_of_missing(settings, before)
             return code
+        environ = {**environ, **supervised.allocation}
         try:
             spec = supervised.places.of(spec)
         except LaunchError as error:  # --bind core with more ranks than cores

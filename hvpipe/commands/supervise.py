@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,9 @@ CHECKPOINT_GRACE_S = 30.0
 """For ranks that write a checkpoint after SIGTERM: schedulers kill after some 30 s."""
 
 _STUCK_S = 5.0
+
+# Slurm sends SIGTERM to all processes of a job: to `hvpipe run`, and to the script, which passes it on.
+_SAME_SIGTERM_S = 2.0
 
 JOB_FOLDER = "HVPIPE_JOB_FOLDER"
 """The variable that names the job folder to the ranks."""
@@ -103,7 +107,8 @@ def supervise_job(
 
     The first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded to the command, which then has `grace.end_s`
     seconds to end its ranks. After that, at a second signal, or if the command fails, its remaining processes
-    are killed. SIGUSR1 and SIGUSR2 are only forwarded. If this process is killed, the command gets SIGTERM.
+    are killed. A second SIGTERM within two seconds counts as the first one. SIGUSR1 and SIGUSR2 are only
+    forwarded. If this process is killed, the command gets SIGTERM.
 
     SIGTERM comes later if a rank of this host has said in the job folder that it writes a checkpoint when
     asked. It is asked by a file there, and has `grace.checkpoint_s` seconds. So have ranks of other hosts, if
@@ -150,6 +155,7 @@ class _Supervisor:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._received: int | None = None
+        self._received_at = 0.0
         self._timer: threading.Timer | None = None
 
     @property
@@ -211,13 +217,18 @@ class _Supervisor:
         """Forward the first ending signal; kill the command at the second."""
         first = self._received is None
         if first:
-            self._received = number
+            self._received, self._received_at = number, time.monotonic()
+        elif number == self._received == signal.SIGTERM and self._received_s_ago() < _SAME_SIGTERM_S:
+            return
         if self._process is None or self._process.returncode is not None:
             return
         if first:
             self._end(number)
         else:
             kill_session(self._process.pid)
+
+    def _received_s_ago(self) -> float:
+        return time.monotonic() - self._received_at
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal that ends nothing."""

@@ -230,22 +230,24 @@ def tell_checkpoints(folder: Path, checkpoints: Path) -> None:
         _tell(folder, _CHECKPOINTS, os.fsencode(checkpoints.absolute()))
 
 
-def tell_end(job: str | None, checkpoints: Path | None) -> None:
+def tell_end(job: str | None, checkpoints: Path | None, code: int = 0) -> None:
     """Tell `hvpipe run` that a rank has ended properly.
 
     Args:
         job: The job folder, which may be another host's; None outside of `hvpipe run`.
         checkpoints: The folder of checkpoints, which all hosts share, or None.
+        code: The exit code, if hvpipe has chosen it: STOPPED or TOO_FEW.
     """
     place = _place(job, checkpoints) if job else None
     if job and place is not None:
-        with contextlib.suppress(OSError), atomic_file(place / _end_file(job)):
-            pass
+        with contextlib.suppress(OSError), atomic_file(place / _end_file(job)) as file:
+            file.write(str(code).encode())
 
 
-def read_end(job: Path) -> bool:
-    """Tell whether `tell_end` has reported an end of this job."""
-    return bool(_take(job, _end_file(str(job))))
+def read_end(job: Path) -> int | None:
+    """Return the exit code that `tell_end` has reported of this job; None if it has not."""
+    found = _take(job, _end_file(str(job)))
+    return max((int(each) for each in found if each.isdigit()), default=0) if found else None
 
 
 @dataclass(frozen=True)

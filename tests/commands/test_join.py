@@ -91,6 +91,15 @@ def test_what_is_refused(job: Path, hosts: str | None, ranks: int | None, pid: i
     assert not (job / "stop").exists()
 
 
+def test_more_ranks_than_a_slurm_allocation_has_are_refused(job: Path) -> None:
+    """Regression: the job stopped, could not start, and went back to its old ranks."""
+    join.register(job, Places(3), None, 1, 4)
+    with pytest.raises(HvpipeError, match="-np should be at most 4, the number of tasks of the Slurm alloc"):
+        ask(None, 5)
+    assert not (job / "stop").exists()
+    assert ask(None, 4) == 0
+
+
 def test_a_host_that_cannot_be_reached_does_not_end_the_job(job: Path) -> None:
     with pytest.raises(HvpipeError, match=r"Received: far, which cannot be reached; the job goes on"):
         ask("far:2")

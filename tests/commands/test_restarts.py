@@ -30,11 +30,12 @@ what = sys.argv[2].split(",")[start]
 if "c" in what: (folder / "checkpoint").write_text(f"run/{start}" if "l" not in what else "run/0000000020-ab")
 if "e" in what: (folder / "error-1").write_text("ValueError on rank 1: a bug")
 if "j" in what: (folder / "joined").touch()
-if "d" in what: (folder / f"ended-{folder.name}").touch()
+if "d" in what: (folder / f"ended-{folder.name}").write_text("0")
+if "s" in what: (folder / f"ended-{folder.name}").write_text("75")
 if "w" in what: (folder / "wanted.json").write_text('{"pid": 1, "ranks": 3, "hosts": []}')
 if "l" in what: (folder / f"lost-{folder.name}.json").write_text('{"ranks": [1], "step": 24}')
 if "p" in what: (folder / "error-0").write_text("PeerError on rank 0: rank 1 is gone")
-sys.exit(int(what.strip("cepljdw")))
+sys.exit(int(what.strip("cepljdws")))
 """
 
 
@@ -52,6 +53,7 @@ def run(tmp_path: Path, starts: str, restarts: int = 5) -> tuple[int, int]:
         ("0jd", 0, 1, ""),
         ("0jc,0jd", 0, 2, "exit code 0, but no rank here ended properly: a host was lost"),
         ("75c", 75, 1, ""),  # asked to stop
+        ("0jcs", 75, 1, ""),  # so they were, and a host was lost
         ("1c,137c,0", 0, 3, "Starting it again from run/0"),
         ("1,0", 0, 2, "Starting it again from the checkpoint that it finds"),
         ("1pc,0", 0, 2, "Starting it again from run/0"),
@@ -159,13 +161,13 @@ def test_what_ranks_of_another_host_tell_goes_through_the_folder_that_the_hosts_
     if not here:
         job.rename(tmp_path / "elsewhere")
     tell_loss(name, checkpoints, [1], 24)
-    tell_end(name, checkpoints)
+    tell_end(name, checkpoints, 75)
     if not here:
         (tmp_path / "elsewhere").rename(job)
     assert read_loss(job) == Loss((1,), 24)
     assert read_loss(job) is None
-    assert read_end(job)
-    assert not read_end(job)
+    assert read_end(job) == 75
+    assert read_end(job) is None
     assert not any(checkpoints.iterdir())
     tell_end(str(tmp_path / "elsewhere"), None)  # nobody could be told
 

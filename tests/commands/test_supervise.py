@@ -160,6 +160,26 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
+def test_sigterm_that_comes_twice_at_once_counts_as_one(tmp_path: Path) -> None:
+    """Regression: Slurm sends it to all processes, a script passes it on, and no checkpoint was written."""
+    process = supervised(
+        LISTENING.format(stubborn=False).replace("time.sleep(0.01)", "time.sleep(1)"), tmp_path
+    )
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 75
+
+
+def test_a_later_sigterm_kills_at_once(tmp_path: Path) -> None:
+    setup = "import hvpipe.commands.supervise as s; s._SAME_SIGTERM_S = 0.1"
+    process = supervised(STUBBORN, tmp_path, grace_s=600.0, setup=setup)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 143
+
+
 LISTENING = """
 import os, signal, sys, time
 from pathlib import Path

@@ -455,6 +455,7 @@ class CheckpointedFit:
                 self._options.folder,
                 code,
             )
+        self._session.exit_code = code
         raise SystemExit(code)
 
     def _wait_for_parts(self, what: str) -> None:

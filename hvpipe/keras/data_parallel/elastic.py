@@ -374,6 +374,7 @@ class Elastic:
                 *(change.size, least, TOO_FEW),
             )
         if not self._saves:
+            self._session.exit_code = TOO_FEW
             raise SystemExit(TOO_FEW)
         self._leaves_after = begun  # a step boundary, at which all ranks can write
 

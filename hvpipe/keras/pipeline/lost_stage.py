@@ -49,7 +49,8 @@ def leaving_after_loss(session: Session, callbacks: Sequence[Any]) -> Iterator[N
                 if not session.has_lost_ranks():  # no other rank was lost meanwhile
                     raise
             else:
-                raise SystemExit(_tell(session, saver.folder, lost, steps, saved)) from None
+                session.exit_code = _tell(session, saver.folder, lost, steps, saved)
+                raise SystemExit(session.exit_code) from None
 
 
 def _tell(session: Session, folder: Path, lost: Sequence[int], steps: int, saved: int | None) -> int:

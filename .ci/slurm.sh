@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Run tests/slurm on a Slurm of two nodes: slurm.sh VENV [ARGUMENT OF PYTEST...]. Needs root and apt-get.
+#
+# Debian's packages are unpacked into build/slurm, and laid over /usr where only the tests see it: they have a network,
+# mounts and processes of their own. So nothing is installed, and the kernel ends all of it with the tests.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+root=$PWD/build/slurm
+
+skip() { echo "SKIPPED: $1"; exit 0; }
+
+unpack() {
+    echo "==> unpacking Slurm into build/slurm"
+    rm -rf "$root"
+    mkdir -p "$root/packages"
+    local wanted
+    wanted=$(apt-get install -s --no-install-recommends slurm-wlm munge libpmix-dev iproute2 |
+        sed -n 's/^Inst \([^ ]*\).*/\1/p' | grep -E '^slurm|^munge|^iproute|^lib' | grep -vE '^libc6|^libstdc|^libgcc' || true)
+    (cd "$root/packages" && apt-get download -o APT::Sandbox::User=root $wanted >../packages.log 2>&1) ||
+        { cat "$root/packages.log" >&2; exit 1; }
+    for package in "$root"/packages/*.deb; do dpkg -x "$package" "$root"; done
+    for name in slurmctld slurmd slurmstepd; do
+        [ -e "$root/usr/sbin/$name" ] || ln -s "$name-wlm" "$root/usr/sbin/$name"
+    done
+    touch "$root/complete"
+}
+
+inside() {
+    mount -t overlay overlay -o "lowerdir=$root/usr:/usr" /usr
+    mount -t tmpfs tmpfs /run
+    shift
+    exec "$@"
+}
+
+[ "$1" != --inside ] || inside "$@"
+
+venv=$PWD/$1
+shift
+[ "$(id -u)" = 0 ] || skip "Slurm's nodes are made of namespaces, which needs root"
+command -v apt-get >/dev/null || skip "the packages come from Debian or Ubuntu, and there is no apt-get"
+alone=(unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc)
+"${alone[@]}" true 2>/dev/null || skip "this root may not make namespaces (in a container: --privileged)"
+[ -e "$root/complete" ] || unpack
+export PATH=$venv/bin:$PATH
+unset PYTHONPATH
+exec "${alone[@]}" "$0" --inside "$venv/bin/python" -m pytest -q --basetemp=build/slurm/tests tests/slurm "$@"

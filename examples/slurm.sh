@@ -1,0 +1,30 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=16
+#SBATCH --time=04:00:00
+# 120 s before the time limit Slurm sends SIGTERM to all ranks. Then, or when
+# the job is preempted, they write a checkpoint; Slurm may start it again.
+#SBATCH --signal=TERM@120 --requeue --open-mode=append
+
+# the environment that hvpipe is installed in; if hvpipe was built with your
+# cluster's MPI, "module load" that first
+source "$HOME/venv/bin/activate"
+
+# the summary at the end, and hvpipe top
+export HVPIPE_SUMMARY=1
+export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
+export TF_NUM_INTRAOP_THREADS="$SLURM_CPUS_PER_TASK"
+
+# --mpi: pmix for Open MPI, pmi2 for MPICH and Intel MPI
+# -K: if one rank fails, all ranks end
+# -c: since Slurm 22.05 srun does not take it from sbatch
+srun --mpi=pmix -K -c "$SLURM_CPUS_PER_TASK" python -u train.py
+code=$?
+
+# 75: all ranks have written a checkpoint, from which the next start goes on.
+# 143: so they have, but -K was quicker than the exit of the last one.
+case $code in 75 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+exit $code
