@@ -59,7 +59,7 @@ FLAGS = {
     "blackbox": ["--help", "--json", "-h"],
     "join": ["--help", "--job", "-h", "-np"],
     "top": ["--help", "--interval", "--json", "-h"],
-    "doctor": ["--help", "--json", "-h"],
+    "doctor": [*LAUNCH, "--all-hosts", "--json"],
     "report": ["--help", "--json", "-h"],
     "profile": [
         *LAUNCH,
