@@ -48,7 +48,13 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _run_on_all_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    if discover(environ).launcher != "none":  # this process is a rank
+    launcher = discover(environ).launcher
+    if launcher == "horovodrun":
+        raise LaunchError(
+            "hvpipe doctor --all-hosts compares hosts whose ranks MPI joins. Start it without horovodrun: "
+            "hvpipe doctor --all-hosts --hosts a:4,b:4"
+        )
+    if launcher != "none":  # this process is a rank
         return int(doctor_ranks.print_hosts(as_json=options.json, colours=False))
     words = [*(["--json"] if options.json else []), *(["--colours"] if has_colours(environ) else [])]
     command = (sys.executable, "-u", "-m", "hvpipe.commands.doctor_ranks", *words)

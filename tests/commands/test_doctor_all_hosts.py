@@ -168,6 +168,15 @@ def test_facts_of_this_machine() -> None:
     assert 0 <= facts["ports_free"] <= 4
 
 
+def test_ranks_of_horovodrun_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MPI would make each of them a job of one rank, whose hosts are all the same."""
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "10.0.0.1")
+    assert cli.main(["doctor", "--all-hosts"]) == 2
+    assert "Start it without horovodrun" in capsys.readouterr().err
+
+
 def test_hosts_without_all_hosts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--hosts", "a:2,b:2"]) == 2
     assert "are for hvpipe doctor --all-hosts" in capsys.readouterr().err
