@@ -16,13 +16,12 @@ from hvpipe import __version__
 from hvpipe.commands import bench, blackbox, doctor, join, plan, profile, report, run, stop, top, tune
 from hvpipe.errors import HvpipeError
 
-_EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top, join or stop found no job,
-report,
-blackbox or plan cannot read a file, plan found no plan that fits or refuses an option's value, or the
-output cannot be written; 2 other wrong usage, the run could not be started, or profile found no model
-to measure; 75 the job ended with a complete checkpoint, start it again; 69 an elastic job has too few
-ranks left; otherwise run, profile and tune return mpirun's exit code, 128 + n after signal n; bench returns 1
-if rounds failed"""
+_EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, or that hosts differ in what matters, top,
+join or stop found no job, report, blackbox or plan cannot read a file, plan found no plan that fits or refuses
+an option's value, or the output cannot be written; 2 other wrong usage, the run could not be started, or
+profile found no model to measure; 75 the job ended with a complete checkpoint, start it again; 69 an
+elastic job has too few ranks left; otherwise run, profile and tune return mpirun's exit code, 128 + n after
+signal n; bench returns 1 if rounds failed"""
 _BENCH_COMMANDS = "run SUITE, step, tune, report DIR, advise DIR, readme DIR; each has --help"
 
 
@@ -40,7 +39,7 @@ _COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
     "join": (join, "let a running job go on with more ranks, or on more hosts", None),
     "stop": (stop, "let the ranks on this host write a checkpoint and end, and with them the job", None),
     "top": (top, "watch all ranks of a running job", _EXIT_CODES),
-    "doctor": (doctor, "show what was built and found, what is missing and how to get it", None),
+    "doctor": (doctor, "show what was built and found, here or on all hosts of a job", _EXIT_CODES),
     "report": (report, "summarise a trace that `hvpipe run --trace` wrote", None),
     "blackbox": (blackbox, "say what ended a job, from its flight recorders", None),
     "profile": (profile, "measure a model's layers, the devices and the links", _EXIT_CODES),
@@ -49,7 +48,7 @@ _COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
     "bench": (bench, "measure native TensorFlow, Horovod and hvpipe side by side", _BENCH_COMMANDS),
 }
 # For these an HvpipeError is exit code 2, for the others 1.
-_ERROR_IS_2 = ("run", "profile", "tune", "bench")
+_ERROR_IS_2 = ("run", "profile", "tune", "bench", "doctor")
 # A full disk, a quota, a limit of the file's size, or a device that fails.
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

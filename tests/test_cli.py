@@ -60,7 +60,7 @@ FLAGS = {
     "join": ["--help", "--job", "-h", "-np"],
     "stop": ["--help", "--job", "--wait", "-h"],
     "top": ["--help", "--interval", "--json", "-h"],
-    "doctor": ["--help", "--json", "-h"],
+    "doctor": [*LAUNCH, "--all-hosts", "--json"],
     "report": ["--help", "--json", "-h"],
     "profile": [
         *LAUNCH,

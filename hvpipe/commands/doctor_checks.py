@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvpipe.commands import mpirun
+from hvpipe.commands.host_facts import TENSORFLOW_NAMES, package_version
 from hvpipe.engine.rank_gpu import find_nccl
 from hvpipe.environment.discover import tcp_interfaces
 from hvpipe.environment.native import (
@@ -37,7 +37,6 @@ State = Literal["ok", "absent", "problem"]
 
 _ASK_TIMEOUT_S = 60.0
 _SHARED_MEMORY_WANTED_BYTES = 256_000_000
-_TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
 
 
 @dataclass(frozen=True)
@@ -133,21 +132,21 @@ def _keras(environ: Mapping[str, str]) -> Finding:
     backend = environ.get("KERAS_BACKEND", "tensorflow")
     if backend != "tensorflow":
         return Finding("Keras", "problem", f"KERAS_BACKEND={backend}", "export KERAS_BACKEND=tensorflow")
-    version = _version("keras")
+    version = package_version("keras")
     if version is not None and is_older(version, OLDEST_KERAS):
         return Finding("Keras", "problem", version, f"pip install 'keras>={OLDEST_KERAS}'")
     return _package("keras", "pip install keras", "Keras")
 
 
 def _package(package: str, advice: str, name: str | None = None) -> Finding:
-    version = _version(package)
+    version = package_version(package)
     if version is None:
         return Finding(name or package, "problem", "not installed", advice)
     return Finding(name or package, "ok", version)
 
 
 def _optional(name: str, package: str, advice: str) -> Finding:
-    version = _version(package)
+    version = package_version(package)
     return Finding(name, "ok", version) if version else Finding(name, "absent", "not installed", advice)
 
 
@@ -339,11 +338,4 @@ def _in_new_process(program: str) -> tuple[str | None, str]:
 
 
 def _tensorflow_version() -> str | None:
-    return next((version for name in _TENSORFLOW_NAMES if (version := _version(name))), None)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((version for name in TENSORFLOW_NAMES if (version := package_version(name))), None)

@@ -59,6 +59,12 @@ class Nvml:
                 found.append(self._gpu(self.library.nvmlDeviceGetHandleByIndex(index)))
         return found
 
+    def driver_version(self) -> str:
+        """Return the version of the driver, or "" if it does not tell."""
+        with contextlib.suppress(self.library.NVMLError):
+            return _text(self.library.nvmlSystemGetDriverVersion())
+        return ""
+
     def handles(self, uuid: str) -> tuple[Any, Any]:
         """Return the device with this UUID, and its GPU: the same, or the whole GPU of a MIG device."""
         device = self.library.nvmlDeviceGetHandleByUUID(uuid)

@@ -28,7 +28,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).write_text("")
     monkeypatch.setattr(doctor_checks, "library_folder", lambda: tmp_path)
     monkeypatch.setattr(doctor_checks, "read_build_info", lambda: BUILD)
-    monkeypatch.setattr(doctor_checks, "_version", installed.get)
+    monkeypatch.setattr(doctor_checks, "package_version", installed.get)
     monkeypatch.setattr(doctor_checks, "_mpi_library", lambda: ("Open MPI v5.0.11", ""))
     monkeypatch.setattr(doctor_checks, "_message_layer", lambda: ("ob1", ""))
     monkeypatch.setattr(doctor_checks, "interfaces", lambda: [Interface("eth0", "10.0.0.1/24")])
