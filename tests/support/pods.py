@@ -1,7 +1,7 @@
 """Pods without Kubernetes: a manifest's commands, run in namespaces as a kubelet would run them.
 
-A pod has a network, host name, /etc, /tmp, /dev/shm, /proc and processes of its own. The command of its
-container is its first process, as the manifest's user. What it mounts are folders of this machine. Needs root.
+A pod has a network, host name, /etc, /tmp, /dev/shm, /proc and processes of its own. Its first
+process is the container's command, as the manifest's user. It mounts folders of this machine. It needs root.
 """
 
 from __future__ import annotations
