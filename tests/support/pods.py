@@ -104,6 +104,7 @@ class Pod:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
+                    *("setpriv", "--pdeathsig", "KILL"),  # nothing outlives the tests
                     *("nsenter", f"--net=/run/netns/{self.namespace}"),
                     *("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"),
                     *("--mount-proc", "sh", "-c", self._setup(), "sh"),
