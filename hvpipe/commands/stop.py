@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from hvpipe.commands import lost_hosts
@@ -31,6 +31,8 @@ from hvpipe.own_folder import is_own
 
 _LIMIT_S = 20.0  # for ssh, and for the start of a Python there
 _POLL_S = 0.1
+# Of Open MPI 5 and 4, and of MPICH and Intel MPI: on other hosts, and on the launcher's.
+_DAEMONS = ("prted", "prterun", "orted", "mpirun", "hydra_pmi_proxy", "mpiexec.hydra")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--wait",
         type=float,
         metavar="S",
-        help="return when the ranks have ended, after S seconds at the latest",
+        help="return when the ranks here, and MPI's daemon, have ended; wait S seconds at most",
     )
 
 
@@ -59,11 +61,14 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             + (f". Received: --job {options.job}" if options.job is not None else "")
         )
     ranks = [pid for folder in found for pid in listeners(folder)]
+    awaited = {*ranks, *filter(None, map(_daemon, ranks))}
     for folder in found:
         ask_to_stop(folder)
     print(f"hvpipe stop: {len(ranks)} ranks write a checkpoint and end, and with them all ranks of their job")
-    if options.wait is not None and (left := _still_there(ranks, options.wait)):
-        raise HvpipeError(f"After --wait {options.wait:g} seconds, these ranks are still there: {left}")
+    if options.wait is not None and (left := _still_there(awaited, options.wait)):
+        raise HvpipeError(
+            f"After --wait {options.wait:g} seconds, these ranks, or daemons of MPI, are still there: {left}"
+        )
     return 0
 
 
@@ -96,7 +101,19 @@ def _folders(job: str | None) -> list[Path]:
     return [folder for folder in folders if is_own(folder) and is_running(folder)]
 
 
-def _still_there(pids: Sequence[int], limit_s: float) -> list[int]:
+def _daemon(rank: int) -> int | None:
+    """Return the process of MPI that has started a rank; None if another has.
+
+    It ends once the launcher knows how its ranks have ended. If the host goes before that, the job fails.
+    """
+    with contextlib.suppress(OSError):
+        parent = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        if Path(f"/proc/{parent}/comm").read_text().strip() in _DAEMONS:
+            return parent
+    return None
+
+
+def _still_there(pids: Collection[int], limit_s: float) -> list[int]:
     """Wait for the end of processes; return those that have not ended in time."""
     deadline_s = time.monotonic() + limit_s
     while left := [pid for pid in pids if _lives(pid)]:

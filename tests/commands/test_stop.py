@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +29,9 @@ def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def rank_elsewhere(tmp_path: Path, then: str = "") -> Iterator[subprocess.Popen[str]]:
+def rank_elsewhere(
+    tmp_path: Path, then: str = "", starter: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
     """Run a rank whose job folder is on another host. It ends when asked, after the code `then`."""
     code = (
         "import sys, time; from hvpipe.environment.job_folder import *\n"
@@ -37,7 +39,7 @@ def rank_elsewhere(tmp_path: Path, then: str = "") -> Iterator[subprocess.Popen[
         "    print('ready', flush=True)\n"
         f"    while not asked_to_stop(away_folder({JOB!r})): time.sleep(0.01)\n{then}"
     )
-    command = [sys.executable, "-c", code]
+    command = [*starter, sys.executable, "-c", code]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -77,6 +79,16 @@ def test_only_the_job_that_is_named_is_asked(job: str, tmp_path: Path) -> None:
 def test_nobody_listens() -> None:
     with pytest.raises(HvpipeError, match="No rank of yours on this host is in `fit`"):
         ask()
+
+
+def test_the_daemon_of_mpi_is_awaited_too(tmp_path: Path) -> None:
+    """Regression: the host went before the launcher knew the exit codes, and the job ended with 255."""
+    daemon = tmp_path / "prted"
+    daemon.write_text('#!/bin/sh\n"$@"\nsleep 1\ntouch "$0-has-ended"\n')
+    daemon.chmod(0o755)
+    with rank_elsewhere(tmp_path, starter=[str(daemon)]):
+        assert ask(wait=30.0) == 0
+        assert (tmp_path / "prted-has-ended").exists()
 
 
 def test_a_rank_that_does_not_end_in_time(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_evicted_pods(make: Callable[[Path], AbstractContextManager[Cluster]], t
         launcher.start(*LONG)
         reach_epoch(launcher, 2, 60)
         hook = made.workers[-1].evict()
+        made.resolve(made.workers[-1])
         assert hook is not None
         assert hook.returncode == 0, hook.stderr
         assert launcher.wait(LIMIT_S) == 75, launcher.ran
@@ -91,6 +92,7 @@ def test_a_lost_worker_and_its_return(tmp_path: Path) -> None:
         launcher.start(*LONG)
         reach_epoch(launcher, 2, 60)
         lost.kill()
+        made.resolve(lost)
         without = f"the job goes on with 2 ranks on {made.workers[0].spec.address}:2"
         wait_until(lambda: without in launcher.ran, LIMIT_S, "the job to go on", launcher)
         last, before = epochs(launcher.ran)[-1], len(launcher.ran)

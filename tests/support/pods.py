@@ -1,7 +1,7 @@
 """Pods without Kubernetes: a manifest's commands, run in namespaces as a kubelet would run them.
 
-A pod has a network, host name, /etc, /tmp, /dev/shm, /proc and processes of its own. The command of its
-container is its first process, as the manifest's user. What it mounts are folders of this machine. Needs root.
+A pod has a network, host name, /etc, /tmp, /dev/shm, /proc and processes of its own. Its first
+process is the container's command, as the manifest's user. It mounts folders of this machine. It needs root.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ mount -t tmpfs -o mode=755 tmpfs /mnt
 cp -a /etc /mnt/etc
 {hide}
 mount --bind /mnt/etc /etc
+: > /etc/resolv.conf
 mount -t sysfs sysfs /sys
 sed -i '/^[^:]*:[^:]*:{user}:/d' /etc/passwd
 echo 'train:x:{user}:{group}::{home}:/bin/sh' >> /etc/passwd
@@ -104,6 +105,7 @@ class Pod:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
+                    *("setpriv", "--pdeathsig", "KILL"),  # nothing outlives the tests
                     *("nsenter", f"--net=/run/netns/{self.namespace}"),
                     *("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"),
                     *("--mount-proc", "sh", "-c", self._setup(), "sh"),
@@ -220,14 +222,27 @@ class Cluster:
         launcher: The launcher's pod.
         workers: The others.
         checkpoints: What the claim of checkpoints.yaml has mounted.
+        addresses: The pods' addresses, by their names.
+        names: The file in which all pods look names up.
     """
 
     launcher: Pod
     workers: list[Pod]
     checkpoints: Path
+    addresses: Mapping[str, str]
+    names: Path
+
+    def resolve(self, *without: Pod) -> None:
+        """Let the pods find each other by name, except for these. Kubernetes forgets a pod that has gone."""
+        lines = ["127.0.0.1 localhost"]
+        for pod in (*self.workers, self.launcher):
+            if pod not in without:
+                lines.append(f"{self.addresses[pod.spec.name]} {pod.spec.address} {pod.spec.name}")
+        self.names.write_text("\n".join(lines) + "\n")  # in place: it is mounted
 
     def start_workers(self, limit_s: float = 60.0) -> None:
         """Start the workers that do not run, and wait until they are ready."""
+        self.resolve()
         for pod in self.workers:
             if pod._process is None or pod._process.poll() is not None:
                 pod.start()
@@ -272,17 +287,16 @@ def cluster(job: Pods, folder: Path) -> Iterator[Cluster]:
     with ExitStack() as stack:
         stack.callback(network.remove, name)
         network.build(name, numbered)
-        hosts = "127.0.0.1 localhost\n" + "".join(
-            f"{network.address(number)} {spec.address} {spec.name}\n" for number, spec in enumerate(specs)
-        )
-        (folder / "hosts").write_text(hosts)
+        names = folder / "hosts"
+        names.touch()
         pods = []
         for number, spec in enumerate(specs):
-            mounts = {"/etc/hosts": folder / "hosts", **_mounts(spec, volumes)}
+            mounts = {"/etc/hosts": names, **_mounts(spec, volumes)}
             pod = Pod(spec, network.namespace(name, f"p{number}"), mounts, folder / f"{spec.name}.log")
             stack.callback(pod.end)
             pods.append(pod)
-        yield Cluster(pods[-1], pods[:-1], volumes["hvpipe-checkpoints"])
+        addresses = {spec.name: network.address(number) for number, spec in enumerate(specs)}
+        yield Cluster(pods[-1], pods[:-1], volumes["hvpipe-checkpoints"], addresses, names)
 
 
 def _volumes(job: Pods, folder: Path) -> dict[str, Path]:
