@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run tests/slurm on a Slurm of two nodes: slurm.sh VENV [ARGUMENT OF PYTEST...]. Needs root and apt-get.
+# Run tests/slurm on a Slurm of two nodes: slurm.sh VENV CONSTRAINTS [ARGUMENT OF PYTEST...]. Needs root and apt-get.
 #
 # Debian's packages are unpacked into build/slurm, and laid over /usr where only the tests see it: they have a network,
 # mounts and processes of their own. So nothing is installed, and the kernel ends all of it with the tests.
@@ -35,13 +35,15 @@ inside() {
 
 [ "$1" != --inside ] || inside "$@"
 
-venv=$PWD/$1
-shift
+venv=$1 constraints=$2
+shift 2
 [ "$(id -u)" = 0 ] || skip "Slurm's nodes are made of namespaces, which needs root"
 command -v apt-get >/dev/null || skip "the packages come from Debian or Ubuntu, and there is no apt-get"
 alone=(unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc)
 "${alone[@]}" true 2>/dev/null || skip "this root may not make namespaces (in a container: --privileged)"
 [ -e "$root/complete" ] || unpack
+.ci/mpich.sh "$venv" "$constraints" build
+venv=$PWD/$venv
 export PATH=$venv/bin:$PATH
 unset PYTHONPATH
 exec "${alone[@]}" "$0" --inside "$venv/bin/python" -m pytest -q --basetemp=build/slurm/tests tests/slurm "$@"

@@ -16,6 +16,7 @@ import pytest
 from slurm import Slurm, running, wait_for
 
 ROOT = Path(__file__).parents[2]
+MPICH = ROOT / ".venv-mpich"
 JOB = ROOT / "tests" / "support" / "checkpointed_job.py"
 SMALL = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
 LIMIT_S = 240  # of one wait, on a busy machine
@@ -107,6 +108,15 @@ def test_srun_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_hvpipe_run_trains_in_an_allocation(slurm: Slurm, tmp_path: Path) -> None:
     output = Submitted(slurm, tmp_path, "slurm-run.sh", training(tmp_path)).ends()
+    assert steps(output) == [20]
+    assert "hvpipe: 4 ranks" in output
+
+
+@pytest.mark.skipif(not (MPICH / "bin" / "hvpipe").exists(), reason="needs .venv-mpich: make slurm-test")
+@pytest.mark.parametrize(("example", "pmi"), [("slurm.sh", {"--mpi=pmix": "--mpi=pmi2"}), ("slurm-run.sh", {})])
+def test_mpich_trains_on_two_nodes(slurm: Slurm, tmp_path: Path, example: str, pmi: dict[str, str]) -> None:
+    changes = {**training(tmp_path), **pmi, "$HOME/venv": str(MPICH)}
+    output = Submitted(slurm, tmp_path, example, changes).ends()
     assert steps(output) == [20]
     assert "hvpipe: 4 ranks" in output
 
