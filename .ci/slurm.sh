@@ -20,6 +20,9 @@ unpack() {
     (cd "$root/packages" && apt-get download -o APT::Sandbox::User=root $wanted >../packages.log 2>&1) ||
         { cat "$root/packages.log" >&2; exit 1; }
     for package in "$root"/packages/*.deb; do dpkg -x "$package" "$root"; done
+    for place in bin sbin lib; do # only /usr is laid over the system's
+        [ ! -d "$root/$place" ] || cp -a "$root/$place/." "$root/usr/$place/"
+    done
     for name in slurmctld slurmd slurmstepd; do
         [ -e "$root/usr/sbin/$name" ] || ln -s "$name-wlm" "$root/usr/sbin/$name"
     done
@@ -46,4 +49,9 @@ alone=(unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc)
 venv=$PWD/$venv
 export PATH=$venv/bin:$PATH
 unset PYTHONPATH
-exec "${alone[@]}" "$0" --inside "$venv/bin/python" -m pytest -q --basetemp=build/slurm/tests tests/slurm "$@"
+# unshare ignores SIGTERM, and the first process of a namespace gets none. If unshare is killed, all end.
+setpriv --pdeathsig KILL "${alone[@]}" "$0" --inside \
+    "$venv/bin/python" -m pytest -q --basetemp=build/slurm/tests tests/slurm "$@" &
+tests=$!
+trap 'kill -KILL $tests' INT TERM HUP
+wait $tests
