@@ -206,7 +206,9 @@ def test_an_elastic_job_goes_on_without_a_lost_node(slurm: Slurm, tmp_path: Path
 @pytest.mark.parametrize("example", ["slurm.sh", "slurm-run.sh"])
 def test_a_script_with_an_error_is_not_requeued(slurm: Slurm, tmp_path: Path, example: str) -> None:
     script = tmp_path / "wrong.py"
-    script.write_text("import hvpipe\nhvpipe.init()\nassert hvpipe.rank() != 3\nhvpipe.barrier()\n")
+    script.write_text(
+        "import hvpipe\nimport hvpipe.keras\nhvpipe.init()\nassert hvpipe.rank() != 3\nhvpipe.barrier()\n"
+    )
     job = Submitted(slurm, tmp_path, example, {"train.py": str(script)})
     output = job.ends("FAILED", None)
     assert "AssertionError" in output
