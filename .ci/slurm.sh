@@ -33,6 +33,7 @@ inside() {
     mount -t overlay overlay -o "lowerdir=$root/usr:/usr" /usr
     mount -t tmpfs tmpfs /run
     shift
+    export TEST_SLURM=1 # the tests change the host's name and mounts
     exec "$@"
 }
 
