@@ -137,7 +137,7 @@ kubernetes-test: setup
 
 # Not part of `test`: it needs root, takes packages of Debian, and runs for half an hour.
 slurm-test: setup
-	@$(TIMED) "the scripts of examples/ on a Slurm of two nodes" .ci/slurm.sh $(VENV)
+	@$(TIMED) "the scripts of examples/ on a Slurm of two nodes" .ci/slurm.sh $(VENV) $(CONSTRAINTS)
 
 # The tests marked older_tensorflow.
 keras: setup

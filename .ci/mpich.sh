@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Build hvpipe against MPICH, run the suites that tests/test_mpi.py keeps for it, and train: mpich.sh VENV CONSTRAINTS.
+# With a third argument, "build", it only builds.
 #
 # VENV has all packages but MPI. .venv-mpich adds MPICH and the build; build/venv-mpich keeps what was compiled.
 set -euo pipefail
@@ -23,5 +24,6 @@ unset PYTHONPATH
 echo "==> building hvpipe against $("$own/bin/mpichversion" | head -n 1)"
 mkdir -p build
 "$own/bin/python" -m pip install --no-build-isolation --no-deps -e . >"$log" 2>&1 || { cat "$log" >&2; exit 1; }
+[ "${3:-}" != build ] || exit 0
 "$own/bin/python" -m pytest -q -m mpich -n 2 tests/test_mpi.py
 timeout 300 hvpipe run -np 2 examples/train.py --epochs 2 --progress epoch

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run tests/slurm on a Slurm of two nodes: slurm.sh VENV [ARGUMENT OF PYTEST...]. Needs root and apt-get.
+# Run tests/slurm on a Slurm of two nodes: slurm.sh VENV CONSTRAINTS [ARGUMENT OF PYTEST...]. Needs root and apt-get.
 #
 # Debian's packages are unpacked into build/slurm, and laid over /usr where only the tests see it: they have a network,
 # mounts and processes of their own. So nothing is installed, and the kernel ends all of it with the tests.
@@ -20,6 +20,9 @@ unpack() {
     (cd "$root/packages" && apt-get download -o APT::Sandbox::User=root $wanted >../packages.log 2>&1) ||
         { cat "$root/packages.log" >&2; exit 1; }
     for package in "$root"/packages/*.deb; do dpkg -x "$package" "$root"; done
+    for place in bin sbin lib; do # only /usr is laid over the system's
+        [ ! -d "$root/$place" ] || cp -a "$root/$place/." "$root/usr/$place/"
+    done
     for name in slurmctld slurmd slurmstepd; do
         [ -e "$root/usr/sbin/$name" ] || ln -s "$name-wlm" "$root/usr/sbin/$name"
     done
@@ -30,18 +33,26 @@ inside() {
     mount -t overlay overlay -o "lowerdir=$root/usr:/usr" /usr
     mount -t tmpfs tmpfs /run
     shift
+    export TEST_SLURM=1 # the tests change the host's name and mounts
     exec "$@"
 }
 
 [ "$1" != --inside ] || inside "$@"
 
-venv=$PWD/$1
-shift
+venv=$1 constraints=$2
+shift 2
 [ "$(id -u)" = 0 ] || skip "Slurm's nodes are made of namespaces, which needs root"
 command -v apt-get >/dev/null || skip "the packages come from Debian or Ubuntu, and there is no apt-get"
 alone=(unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc)
 "${alone[@]}" true 2>/dev/null || skip "this root may not make namespaces (in a container: --privileged)"
 [ -e "$root/complete" ] || unpack
+.ci/mpich.sh "$venv" "$constraints" build
+venv=$PWD/$venv
 export PATH=$venv/bin:$PATH
 unset PYTHONPATH
-exec "${alone[@]}" "$0" --inside "$venv/bin/python" -m pytest -q --basetemp=build/slurm/tests tests/slurm "$@"
+# unshare ignores SIGTERM, and the first process of a namespace gets none. If unshare is killed, all end.
+setpriv --pdeathsig KILL "${alone[@]}" "$0" --inside \
+    "$venv/bin/python" -m pytest -q --basetemp=build/slurm/tests tests/slurm "$@" &
+tests=$!
+trap 'kill -KILL $tests' INT TERM HUP
+wait $tests

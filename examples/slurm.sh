@@ -19,12 +19,10 @@ export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
 export TF_NUM_INTRAOP_THREADS="$SLURM_CPUS_PER_TASK"
 
 # --mpi: pmix for Open MPI, pmi2 for MPICH and Intel MPI
-# -K: if one rank fails, all ranks end
 # -c: since Slurm 22.05 srun does not take it from sbatch
-srun --mpi=pmix -K -c "$SLURM_CPUS_PER_TASK" python -u train.py
+srun --mpi=pmix -c "$SLURM_CPUS_PER_TASK" python -u train.py
 code=$?
 
-# 75: all ranks have written a checkpoint, from which the next start goes on.
-# 143: so they have, but -K was quicker than the exit of the last one.
-case $code in 75 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+# 75: all ranks have written a checkpoint, from which the next start goes on
+case $code in 75) scontrol requeue "$SLURM_JOB_ID" ;; esac
 exit $code

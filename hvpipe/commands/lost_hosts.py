@@ -22,8 +22,8 @@ def is_this_host(name: str) -> bool:
         return True
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
+    except OSError:  # a name that nobody resolves here: only the domain may differ from this host's
+        return name.partition(".")[0] == socket.gethostname().partition(".")[0]
     own = {each.ip for each in interfaces()} if _binds_any_address() else None
     for family, kind, protocol, _, address in found:
         if own is not None and not (str(address[0]) in own or str(address[0]).startswith("127.")):

@@ -148,6 +148,23 @@ def test_no_other_host_is_this_one_if_sockets_bind_any_address(monkeypatch: pyte
     assert is_this_host("127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("name", "own", "here"),
+    [("n1.invalid", "n1", True), ("n1", "n1.invalid", True), ("n2.invalid", "n1", False)],
+)
+def test_this_hosts_name_need_not_resolve(
+    name: str, own: str, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the launcher's host counted as lost if only its name with another domain was known."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    monkeypatch.setattr(socket, "gethostname", lambda: own)
+    assert is_this_host(name) == here
+
+
 @pytest.mark.parametrize("here", [True, False])
 def test_what_ranks_of_another_host_tell_goes_through_the_folder_that_the_hosts_share(
     tmp_path: Path, here: bool

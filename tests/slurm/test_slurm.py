@@ -6,8 +6,8 @@ The job is tests/support/checkpointed_job.py. With 4 ranks an epoch has 5 steps.
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +16,14 @@ import pytest
 from slurm import Slurm, running, wait_for
 
 ROOT = Path(__file__).parents[2]
+MPICH = ROOT / ".venv-mpich"
 JOB = ROOT / "tests" / "support" / "checkpointed_job.py"
 SMALL = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
 LIMIT_S = 240  # of one wait, on a busy machine
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(shutil.which("slurmctld") is None, reason="needs Slurm: make slurm-test"),
+    pytest.mark.skipif("TEST_SLURM" not in os.environ, reason="needs a Slurm of its own: make slurm-test"),
 ]
 
 
@@ -111,6 +112,17 @@ def test_hvpipe_run_trains_in_an_allocation(slurm: Slurm, tmp_path: Path) -> Non
     assert "hvpipe: 4 ranks" in output
 
 
+@pytest.mark.skipif(not (MPICH / "bin" / "hvpipe").exists(), reason="needs .venv-mpich: make slurm-test")
+@pytest.mark.parametrize(
+    ("example", "pmi"), [("slurm.sh", {"--mpi=pmix": "--mpi=pmi2"}), ("slurm-run.sh", {})]
+)
+def test_mpich_trains_on_two_nodes(slurm: Slurm, tmp_path: Path, example: str, pmi: dict[str, str]) -> None:
+    changes = {**training(tmp_path), **pmi, "$HOME/venv": str(MPICH)}
+    output = Submitted(slurm, tmp_path, example, changes).ends()
+    assert steps(output) == [20]
+    assert "hvpipe: 4 ranks" in output
+
+
 def test_restarts_go_on_from_a_checkpoint_after_a_rank_was_killed(slurm: Slurm, tmp_path: Path) -> None:
     # Rank 3, on the other node, dies in its 8th step; after the restart that is beyond the end.
     output = Submitted(
@@ -194,7 +206,9 @@ def test_an_elastic_job_goes_on_without_a_lost_node(slurm: Slurm, tmp_path: Path
 @pytest.mark.parametrize("example", ["slurm.sh", "slurm-run.sh"])
 def test_a_script_with_an_error_is_not_requeued(slurm: Slurm, tmp_path: Path, example: str) -> None:
     script = tmp_path / "wrong.py"
-    script.write_text("import hvpipe\nhvpipe.init()\nassert hvpipe.rank() != 3\nhvpipe.barrier()\n")
+    script.write_text(
+        "import hvpipe\nimport hvpipe.keras\nhvpipe.init()\nassert hvpipe.rank() != 3\nhvpipe.barrier()\n"
+    )
     job = Submitted(slurm, tmp_path, example, {"train.py": str(script)})
     output = job.ends("FAILED", None)
     assert "AssertionError" in output
