@@ -12,6 +12,8 @@
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
 #   make rivals           set up .venv-rivals, where Keras runs on JAX and on PyTorch, for comparisons
+#   make container-test   build the Dockerfile's file system without docker, and train in it as two hosts (root, Debian)
+#   make release-test     build sdist and wheel, check them, and train with both in clean venvs (10 minutes)
 #   make horovod-test     start examples/train.py with a real horovodrun
 #   make setup | lint | plan | races | bench | rest | keras | oldest-keras | cuda | wheel | mpich | ucx | format | clean
 #
@@ -127,6 +129,15 @@ mpich: setup
 # Not part of `test`: it takes packages of Debian.
 ucx: setup
 	@$(TIMED) "engine on Open MPI 4.1 over UCX" .ci/ucx.sh $(VENV)
+
+# Not part of `test`: it makes two venvs.
+.PHONY: release-test container-test
+release-test: setup
+	@$(TIMED) "a release: sdist and wheel" .ci/release.sh $(VENV) $(CONSTRAINTS)
+
+# Not part of `test`: it needs root and Debian's packages. MPI=ucx or MPI=openmpi runs one of both.
+container-test:
+	@$(TIMED) "a container as two hosts" .ci/container.sh $(MPI)
 
 # The tests marked older_tensorflow.
 keras: setup
