@@ -19,6 +19,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -208,7 +209,9 @@ class Builder:
                 environ = {"HOME": "/root", "DEBIAN_FRONTEND": "noninteractive", **used}
                 environ.setdefault("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
                 environ["PATH"] += ":/usr/sbin:/sbin"
-                _run(["chroot", str(root), "/bin/sh", "-c", command], self._folder / "run.log", environ)
+                # In processes of their own, which end with a build that is interrupted.
+                apart = ["unshare", "--pid", "--fork", "--kill-child", "chroot", str(root)]
+                _run([*apart, "/bin/sh", "-c", command], self._folder / "run.log", environ)
 
         image.layers = [*image.layers, self._layer(key, make)]
 
@@ -368,6 +371,7 @@ def apptainer(text: str) -> str:
 
 def main(words: list[str]) -> int:
     text = (ROOT / "Dockerfile").read_text()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is mounted is unmounted
     try:
         if words == ["apptainer"]:
             (ROOT / "hvpipe.def").write_text(apptainer(text))
