@@ -12,6 +12,8 @@
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
 #   make rivals           set up .venv-rivals, where Keras runs on JAX and on PyTorch, for comparisons
+#   make container-test   build the Dockerfile's file system without docker, and train in it as two hosts (root, Debian)
+#   make release-test     build sdist and wheel, check them, and train with both in clean venvs (10 minutes)
 #   make horovod-test     start examples/train.py with a real horovodrun
 #   make kubernetes-test  run the commands of examples/kubernetes as pods, in network namespaces (needs root)
 #   make slurm-test       run the scripts of examples/ on a Slurm of two nodes (needs root, Debian's packages)
@@ -56,7 +58,7 @@ export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
 .PHONY: help setup train test test-all all-layouts lint lint-steps plan quick rest fast keras oldest-keras matrix cuda wheel mpich other other-setup mutations races bench sanitize reliability peers rivals peers-test horovod-test kubernetes-test \
-    ucx slurm-test format clean
+    ucx slurm-test release-test container-test format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -138,6 +140,14 @@ kubernetes-test: setup
 # Not part of `test`: it needs root, takes packages of Debian, and runs for half an hour.
 slurm-test: setup
 	@$(TIMED) "the scripts of examples/ on a Slurm of two nodes" .ci/slurm.sh $(VENV) $(CONSTRAINTS)
+
+# Not part of `test`: it makes two venvs.
+release-test: setup
+	@$(TIMED) "a release: sdist and wheel" .ci/release.sh $(VENV) $(CONSTRAINTS)
+
+# Not part of `test`: it needs root and Debian's packages. MPI=ucx or MPI=openmpi runs one of both.
+container-test:
+	@$(TIMED) "a container as two hosts" .ci/container.sh $(MPI)
 
 # The tests marked older_tensorflow.
 keras: setup

@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "bench/README.md")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
