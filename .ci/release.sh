@@ -49,7 +49,7 @@ path_without_compilers() {
     mkdir -p "$scratch/bin"
     local folder
     tr : '\n' <<<"$PATH" | while read -r folder; do
-        find -L "$folder" -maxdepth 1 -type f -perm -u+x 2>/dev/null
+        find -L "$folder" -maxdepth 1 -type f -perm -u+x 2>/dev/null || true # a folder that is not there
     done | grep -vE '/([^/]*-)?(gcc|g\+\+|c\+\+|cc|cpp|clang|clang\+\+|ld|as|c89|c99|mpic[a-z+]*|nvcc|cmake|ninja|make)(-[^/]*|\.[^/]*)?$' |
         while read -r program; do
             [ -e "$scratch/bin/${program##*/}" ] || ln -s "$program" "$scratch/bin/${program##*/}"
@@ -76,7 +76,6 @@ say "twine check --strict"
 "$python" -m venv "$scratch/tools"
 quietly "$scratch/tools/bin/python" -m pip install twine
 "$scratch/tools/bin/twine" check --strict "$sdist" "$wheel"
-say "$("$scratch/tools/bin/twine" --version | head -n 1)"
 
 path_without_compilers
 quietly "$scratch/venv/bin/python" -m pip uninstall -y hvpipe
