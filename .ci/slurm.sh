@@ -52,7 +52,7 @@ export PATH=$venv/bin:$PATH
 unset PYTHONPATH
 # unshare ignores SIGTERM, and the first process of a namespace gets none. If unshare is killed, all end.
 setpriv --pdeathsig KILL "${alone[@]}" "$0" --inside \
-    "$venv/bin/python" -m pytest -q --basetemp=build/slurm/tests tests/slurm "$@" &
+    "$venv/bin/python" -m pytest -q -m slurm --basetemp=build/slurm/tests tests/slurm "$@" &
 tests=$!
 trap 'kill -KILL $tests' INT TERM HUP
 wait $tests

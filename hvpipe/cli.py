@@ -17,11 +17,11 @@ from hvpipe.commands import bench, blackbox, doctor, join, plan, profile, report
 from hvpipe.errors import HvpipeError
 
 _EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, or that hosts differ in what matters, top,
-join or stop found no job, report, blackbox or plan cannot read a file, plan found no plan that fits or refuses
-an option's value, or the output cannot be written; 2 other wrong usage, the run could not be started, or
-profile found no model to measure; 75 the job ended with a complete checkpoint, start it again; 69 an
-elastic job has too few ranks left; otherwise run, profile and tune return mpirun's exit code, 128 + n after
-signal n; bench returns 1 if rounds failed"""
+join or stop found no job, report, blackbox or plan cannot read a file, plan found no plan that fits or
+refuses an option's value, or the output cannot be written; 2 other wrong usage, the run could not be
+started, or profile found no model to measure; 75 the job ended with a complete checkpoint, start it again;
+69 an elastic job has too few ranks left; otherwise run, profile and tune return mpirun's exit code, 128 + n
+after signal n; bench returns 1 if rounds failed"""
 _BENCH_COMMANDS = "run SUITE, step, tune, report DIR, advise DIR, readme DIR; each has --help"
 
 

@@ -22,6 +22,8 @@ SMALL = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-ta
 LIMIT_S = 240  # of one wait, on a busy machine
 
 pytestmark = [
+    pytest.mark.part,
+    pytest.mark.slurm,
     pytest.mark.timeout(600),
     pytest.mark.skipif("TEST_SLURM" not in os.environ, reason="needs a Slurm of its own: make slurm-test"),
 ]
