@@ -38,17 +38,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
  && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /etc/ssh/ssh_host_* \
  && useradd --create-home --uid 1000 --shell /bin/bash train \
  && mkdir -p /work && chown train /work
-# sshd runs without root: `/usr/sbin/sshd -De -f /home/train/.sshd_config`. The job's own key, in ~/.ssh, is the key of
-# its users and of its hosts. Names and addresses of hosts change from job to job, so nobody could know their keys.
-RUN printf '%s\n' 'Port 2222' 'PidFile /home/train/sshd.pid' 'HostKey /home/train/.ssh/id_rsa' 'StrictModes no' \
-        'UsePAM no' 'PasswordAuthentication no' 'SetEnv PATH=/opt/hvpipe/bin:/usr/local/bin:/usr/bin:/bin' \
-        'Subsystem sftp internal-sftp' > /home/train/.sshd_config \
- && printf '%s\n' 'Host *' '    Port 2222' '    StrictHostKeyChecking no' '    UserKnownHostsFile /dev/null' \
-        '    LogLevel ERROR' > /etc/ssh/ssh_config.d/hvpipe.conf \
- && chown train /home/train/.sshd_config
+COPY docker/sshd_config /etc/hvpipe/sshd_config
+COPY docker/ssh_config /etc/ssh/ssh_config.d/hvpipe.conf
 COPY --from=build /opt/hvpipe /opt/hvpipe
 COPY examples /opt/hvpipe/examples
-ENV PATH=/opt/hvpipe/bin:/usr/local/bin:/usr/bin:/bin NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV PATH=/opt/hvpipe/bin:/usr/local/bin:/usr/bin:/bin
 USER train
 WORKDIR /work
 CMD ["hvpipe", "doctor"]

@@ -27,10 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MIRROR = "http://deb.debian.org/debian"
 # python3-dev: for the headers that python:X has, too.
 BASE_PACKAGES = "python3,python3-venv,python3-dev,ca-certificates"
-# What a build needs of this machine: names, certificates, and settings of pip that are in the environment.
+# What a build needs of this machine: names and certificates.
 OF_THIS_MACHINE = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs", "/usr/share/ca-certificates")
 OF_THIS_MACHINE += ("/usr/local/share/ca-certificates",)
 RUN_LIMIT_S = 1800
@@ -168,15 +167,15 @@ class Builder:
 
         def make(layer: Path) -> None:
             options = ["--variant=minbase", f"--include={BASE_PACKAGES}"]
-            command = ["debootstrap", *options, suite, str(layer), MIRROR]
+            sources = sources_of(suite)
+            command = ["debootstrap", *options, suite, str(layer), sources[suite]]
             print(f"==> {name}: debootstrap {suite} stands in for it, with Debian's Python", flush=True)
             _run(command, self._folder / "debootstrap.log")
             for cache in ("var/cache/apt", "var/lib/apt/lists"):
                 shutil.rmtree(layer / cache, ignore_errors=True)
                 (layer / cache).mkdir(parents=True)
-            security = f"deb {MIRROR}-security {suite}-security main\n"
-            sources = f"deb {MIRROR} {suite} main\ndeb {MIRROR} {suite}-updates main\n{security}"
-            (layer / "etc/apt/sources.list").write_text(sources)
+            lines = (f"deb {place} {name} main\n" for name, place in sources.items())
+            (layer / "etc/apt/sources.list").write_text("".join(lines))
 
         return self._layer(f"{suite} {BASE_PACKAGES}", make)
 
@@ -253,6 +252,17 @@ class Builder:
             make(making)  # type: ignore[operator]
             making.rename(self._layers / name)
         return name
+
+
+def sources_of(suite: str) -> dict[str, str]:
+    """Return where this machine's apt has a suite, its updates and its security updates."""
+    asked = ["apt-get", "indextargets", "--format", "$(CODENAME) $(REPO_URI)", "Created-By: Packages"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    wanted = (suite, f"{suite}-updates", f"{suite}-security")
+    found = {name: place for name, _, place in (line.partition(" ") for line in told) if name in wanted}
+    if suite not in found:
+        raise ImageError(f"this machine's apt should have Debian's {suite}. Received: {sorted(set(told))}")
+    return found
 
 
 def context_files(root: Path, path: str) -> Iterator[Path]:

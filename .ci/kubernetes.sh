@@ -17,6 +17,10 @@ if [ ${#missing[@]} -gt 0 ]; then
         echo "SKIPPED: pods need ${missing[*]}, and there is no apt-get"
         exit 0
     fi
+    if [ -d /run/systemd/system ]; then
+        echo "SKIPPED: pods need ${missing[*]}, whose installation would start an sshd for all: apt-get install ${missing[*]}"
+        exit 0
+    fi
     echo "==> installing ${missing[*]}"
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}" >build/kubernetes.log 2>&1 ||
         { cat build/kubernetes.log >&2; exit 1; }

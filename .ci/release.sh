@@ -19,8 +19,10 @@ quietly() { "$@" >"$scratch/log" 2>&1 || { tail -n 60 "$scratch/log" >&2; printf
 # Of a copy of git's files: the sdist's builder walks through all others, too, such as venvs.
 make_sdist() {
     say "sdist of $version"
-    git ls-files --cached --others --exclude-standard | while read -r file; do [ ! -e "$file" ] || echo "$file"; done |
-        sort >"$scratch/wanted" || { echo "error: wanted: a clone of the repository, with git. Received: $PWD" >&2; exit 1; }
+    git ls-files | sort >"$scratch/wanted" ||
+        { echo "error: wanted: a clone of the repository, with git. Received: $PWD" >&2; exit 1; }
+    [ -z "$(git status --porcelain)" ] ||
+        { echo "error: wanted: all is committed. Received:" >&2; git status --short >&2; exit 1; }
     mkdir "$scratch/source"
     tar -c -T "$scratch/wanted" | tar -x -C "$scratch/source"
     quietly env -C "$scratch/source" "$python" -c "import scikit_build_core.build as b; b.build_sdist('$scratch/dist')"

@@ -2,6 +2,7 @@
 #SBATCH --job-name=train
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
+# without GPUs, delete the next line
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=16
 #SBATCH --time=04:00:00
@@ -20,7 +21,8 @@ export TF_NUM_INTRAOP_THREADS="$SLURM_CPUS_PER_TASK"
 
 # --mpi: pmix for Open MPI, pmi2 for MPICH and Intel MPI
 # -c: since Slurm 22.05 srun does not take it from sbatch
-srun --mpi=pmix -c "$SLURM_CPUS_PER_TASK" python -u train.py
+# --kill-on-bad-exit=0: ranks that exit with 75 do not end the others
+srun --mpi=pmix --kill-on-bad-exit=0 -c "$SLURM_CPUS_PER_TASK" python -u train.py
 code=$?
 
 # 75: all ranks have written a checkpoint, from which the next start goes on

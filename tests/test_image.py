@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from manifests import IMAGE_FILES
+
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
@@ -27,7 +29,8 @@ def test_the_dockerfile(image: Any) -> None:
     )
     assert [each.rest for each in last.instructions if each.word in ("USER", "WORKDIR")] == ["train", "/work"]
     copied = [each.rest for each in last.instructions if each.word == "COPY"]
-    assert copied[0] == "--from=build /opt/hvpipe /opt/hvpipe"
+    assert "--from=build /opt/hvpipe /opt/hvpipe" in copied
+    assert {f"{file.relative_to(ROOT)} {path}" for path, file in IMAGE_FILES.items()} <= set(copied)
     installed = " ".join(each.rest for each in last.instructions if each.word == "RUN")
     assert "openssh-server" in installed
     assert not re.search(r"\bg\+\+|\bgcc|-dev\b|HEALTHCHECK", installed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,17 @@ import pytest
 import yaml
 
 from hvpipe.cli import make_parser
-from manifests import FOLDER, Pods, PodSpec, load, of_mpijob, of_trainjob
+from manifests import (
+    FOLDER,
+    IMAGE_FILES,
+    SSH_CONFIG,
+    SSHD_CONFIG,
+    Pods,
+    PodSpec,
+    load,
+    of_mpijob,
+    of_trainjob,
+)
 
 SCHEMAS = yaml.safe_load(Path(__file__).with_name("schemas.yaml").read_text())
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
@@ -73,7 +84,6 @@ def test_a_mistake_is_found(name: str, path: str, value: object) -> None:
 
 def test_what_pods_mount_is_there() -> None:
     there = {
-        ("configMap", load("ssh.yaml")["metadata"]["name"]),
         ("persistentVolumeClaim", load("checkpoints.yaml")["metadata"]["name"]),
         *MADE_ELSEWHERE,
     }
@@ -85,9 +95,6 @@ def test_what_pods_mount_is_there() -> None:
             kind = next(key for key in volume if key != "name")
             wanted = volume[kind].get("name") or volume[kind].get("claimName")
             assert wanted is None or (kind, wanted) in there, pod.name
-        for mount in mounted:
-            if "subPath" in mount:
-                assert mount["subPath"] in load("ssh.yaml")["data"], pod.name
 
 
 def test_all_pods_of_a_job_see_scripts_and_checkpoints_at_the_same_paths() -> None:
@@ -106,9 +113,7 @@ def test_all_pods_of_a_job_see_scripts_and_checkpoints_at_the_same_paths() -> No
 
 
 def test_ssh_and_sshd_agree_on_port_and_keys() -> None:
-    data = load("ssh.yaml")["data"]
-    sshd = dict(line.split(maxsplit=1) for line in data["sshd_config"].splitlines())
-    ssh = dict(line.split(maxsplit=1) for line in data["ssh_config"].splitlines())
+    sshd, ssh = (dict(settings(IMAGE_FILES[path])) for path in (SSHD_CONFIG, SSH_CONFIG))
     assert ssh["Port"] == sshd["Port"] == str(PORT)
     for pod in pods():
         assert sshd["HostKey"] == f"{pod.ssh_folder}/id_rsa"
@@ -118,17 +123,33 @@ def test_ssh_and_sshd_agree_on_port_and_keys() -> None:
             container = worker.container
             assert {port["containerPort"] for port in container["ports"]} == {PORT}
             assert container["readinessProbe"]["tcpSocket"]["port"] == PORT
-            mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
             assert worker.command[0] == "/usr/sbin/sshd"
-            assert worker.command[worker.command.index("-f") + 1] == f"{mounts['ssh']}/sshd_config"
+            assert worker.command[worker.command.index("-f") + 1] == SSHD_CONFIG
+
+
+def settings(file: Path) -> Iterator[list[str]]:
+    """Yield the name and the value of each line of a file of settings of ssh."""
+    for line in file.read_text().splitlines():
+        if line and not line.startswith("#"):
+            yield line.split(maxsplit=1)
+
+
+def hook(pod: PodSpec) -> list[str]:
+    """Return the words of the command of hvpipe before a pod's end; none without a hook."""
+    words = pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+    if not words:
+        return []
+    shell, option, script = words
+    command, last = script.split("; ")
+    assert (shell, option, last) == ("/bin/sh", "-c", "kill -QUIT 1")
+    return shlex.split(command)
 
 
 def test_commands_are_ones_that_hvpipe_has() -> None:
     parser = make_parser()
     for pod in pods():
         assert pod.container["image"] == IMAGE
-        hooks = pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
-        for command in (pod.command, hooks):
+        for command in (pod.command, hook(pod)):
             if command and command[0].endswith("/hvpipe"):
                 parser.parse_args(command[1:])
 
@@ -139,14 +160,16 @@ def test_pods_get_longer_than_the_checkpoint() -> None:
         assert launcher.grace < job.launcher.spec["terminationGracePeriodSeconds"]
         assert launcher.hostfile == "/etc/mpi/hostfile"
         for worker in job.workers:
-            hook = make_parser().parse_args(worker.container["lifecycle"]["preStop"]["exec"]["command"][1:])
-            assert hook.wait < worker.spec["terminationGracePeriodSeconds"]
+            assert (
+                make_parser().parse_args(hook(worker)[1:]).wait < worker.spec["terminationGracePeriodSeconds"]
+            )
 
 
 def test_nothing_runs_as_root() -> None:
     for pod in pods():
         assert pod.spec["securityContext"]["runAsNonRoot"] is True
         assert pod.spec["securityContext"]["runAsUser"] == 1000
+        assert pod.container["securityContext"]["allowPrivilegeEscalation"] is False
 
 
 def test_the_operators_name_the_hosts() -> None:
@@ -156,5 +179,5 @@ def test_the_operators_name_the_hosts() -> None:
         "digits-worker-0.digits.default.svc slots=2\ndigits-worker-1.digits.default.svc slots=2\n"
     )
     assert found["TrainJob"].launcher.hostfile == (
-        "digits-node-0-0.digits slots=2\ndigits-launcher-0-0.digits slots=2\n"
+        "digits-trainer-node-0-0.digits-trainer slots=2\ndigits-trainer-launcher-0-0.digits-trainer slots=2\n"
     )

@@ -15,6 +15,12 @@ import yaml
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 NAMESPACE = "default"
+SSHD_CONFIG, SSH_CONFIG = "/etc/hvpipe/sshd_config", "/etc/ssh/ssh_config.d/hvpipe.conf"
+IMAGE_FILES = {
+    SSHD_CONFIG: FOLDER.parents[1] / "docker" / "sshd_config",
+    SSH_CONFIG: FOLDER.parents[1] / "docker" / "ssh_config",
+}
+"""Files of the image of hvpipe, by their paths there; tests/test_image.py compares them with the Dockerfile."""
 
 # What both operators set in a launcher for Open MPI.
 _OPEN_MPI = {
@@ -117,6 +123,8 @@ def of_trainjob(job: Mapping[str, Any], runtime: Mapping[str, Any]) -> Pods:
     slots, nodes = trainer["numProcPerNode"], max(trainer["numNodes"] - 1, 1)
     pods: dict[str, list[PodSpec]] = {"launcher": [], "node": []}
     jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    launchers = runtime["spec"]["mlPolicy"]["numNodes"]  # of the job with the label of the trainer's step
+    assert launchers == 1, f"wanted: one launcher. Received: numNodes: {launchers} in the runtime's mlPolicy"
     for each in jobs:
         spec = copy.deepcopy(each["template"]["spec"]["template"]["spec"])
         if "trainjob-ancestor-step" in str(each["template"].get("metadata")):

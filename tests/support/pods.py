@@ -21,7 +21,7 @@ from typing import Any
 from bench.cluster import network
 from bench.cluster.spec import ClusterSpec, HostSpec
 from bench.errors import BenchError
-from manifests import Pods, PodSpec, load
+from manifests import IMAGE_FILES, Pods, PodSpec
 
 ROOT = Path(__file__).parents[2]
 IMAGE_HOME = Path("/home/train")
@@ -141,7 +141,7 @@ class Pod:
         """End the pod as a kubelet does: the hook, SIGTERM, and SIGKILL at the end of the grace.
 
         Returns:
-            What the hook did; None without one.
+            What the hook did; None without one. The hook may end its container, and itself with it.
         """
         ends_s = time.monotonic() + self.spec.spec["terminationGracePeriodSeconds"]
         hook = self.spec.container.get("lifecycle", {}).get("preStop", {}).get("exec")
@@ -183,7 +183,14 @@ class Pod:
         environ = {**_IMAGE_ENV, "HOSTNAME": self.spec.name, **self.spec.env}
         return [
             *("setpriv", f"--reuid={user}", f"--regid={group}", f"--groups={context['fsGroup']}"),
-            *("--inh-caps=-all", "--bounding-set=-all", "env", "-i", f"--chdir={IMAGE_HOME}"),
+            *(
+                "--no-new-privs",
+                "--inh-caps=-all",
+                "--bounding-set=-all",
+                "env",
+                "-i",
+                f"--chdir={IMAGE_HOME}",
+            ),
             *(f"{name}={value}" for name, value in environ.items()),
             *command,
         ]
@@ -301,14 +308,10 @@ def cluster(job: Pods, folder: Path) -> Iterator[Cluster]:
 
 def _volumes(job: Pods, folder: Path) -> dict[str, Path]:
     """Make what the manifests name, and what an operator adds: keys and the hostfile."""
-    ssh, group = load("ssh.yaml"), job.launcher.spec["securityContext"]["fsGroup"]
-    made = {
-        name: folder / name for name in ("hvpipe-ssh", "hvpipe-script", "hvpipe-checkpoints", "keys", "mpi")
-    }
+    group = job.launcher.spec["securityContext"]["fsGroup"]
+    made = {name: folder / name for name in ("hvpipe-script", "hvpipe-checkpoints", "keys", "mpi")}
     for place in made.values():
         place.mkdir()
-    for name, text in ssh["data"].items():
-        (made["hvpipe-ssh"] / name).write_text(text)
     shutil.copy(ROOT / "examples" / "train.py", made["hvpipe-script"])
     # as fsGroup does it
     os.chown(made["hvpipe-checkpoints"], 0, group)
@@ -326,7 +329,7 @@ def _volumes(job: Pods, folder: Path) -> dict[str, Path]:
 
 
 def _mounts(spec: PodSpec, volumes: Mapping[str, Path]) -> dict[str, Path]:
-    found: dict[str, Path] = {spec.ssh_folder: volumes["keys"]}
+    found: dict[str, Path] = {**IMAGE_FILES, spec.ssh_folder: volumes["keys"]}
     if spec.hostfile is not None:
         found["/etc/mpi"] = volumes["mpi"]
     kinds: dict[str, Any] = {volume["name"]: volume for volume in spec.spec["volumes"]}
@@ -338,5 +341,5 @@ def _mounts(spec: PodSpec, volumes: Mapping[str, Path]) -> dict[str, Path]:
         place = volumes[
             volume.get("configMap", {}).get("name") or volume["persistentVolumeClaim"]["claimName"]
         ]
-        found[mount["mountPath"]] = place / mount["subPath"] if "subPath" in mount else place
+        found[mount["mountPath"]] = place
     return found

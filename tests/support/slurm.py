@@ -44,6 +44,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=15
 KillWait=20
+KillOnBadExit=1
 SchedulerParameters=sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
