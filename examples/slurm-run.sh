@@ -25,6 +25,8 @@ wait $job; code=$?
 # a signal ended the wait, not the job
 while kill -0 $job 2>/dev/null; do wait $job; code=$?; done
 
-# 75: all ranks have written a checkpoint, from which the next start goes on
-case $code in 75) scontrol requeue "$SLURM_JOB_ID" ;; esac
+# 75: all ranks have written a checkpoint, from which the next start goes on.
+# The number is this job's, or this one's of an array.
+number=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+case $code in 75) scontrol requeue "$number" ;; esac
 exit $code

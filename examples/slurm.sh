@@ -25,6 +25,8 @@ export TF_NUM_INTRAOP_THREADS="$SLURM_CPUS_PER_TASK"
 srun --mpi=pmix --kill-on-bad-exit=0 -c "$SLURM_CPUS_PER_TASK" python -u train.py
 code=$?
 
-# 75: all ranks have written a checkpoint, from which the next start goes on
-case $code in 75) scontrol requeue "$SLURM_JOB_ID" ;; esac
+# 75: all ranks have written a checkpoint, from which the next start goes on.
+# The number is this job's, or this one's of an array.
+number=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+case $code in 75) scontrol requeue "$number" ;; esac
 exit $code

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvpipe.engine.rank_gpu import may_have_gpu
 from hvpipe.environment.discover import discover
-from hvpipe.environment.job_folder import tell_end, tell_joined
+from hvpipe.environment.job_folder import CHOSEN_CODES, tell_end, tell_joined
 from hvpipe.environment.native import LeftToParent, import_native
 from hvpipe.environment.settings import Settings, job_name, strange_job_folder
 from hvpipe.environment.settings import settings as read_settings
@@ -133,7 +133,6 @@ class Session:
             self.named_calls()  # now, because kernels of TensorFlow look for them
         self.checkpoints: Path | None = None  # their folder, once `fit` writes some
         self.lost: str | None = None  # says which ranks are lost, until the others go on
-        self.exit_code = 0  # that hvpipe ends all ranks with
         self.run_section: Callable[[Callable[[], Any]], Any] = run_directly
         """Runs what all ranks do together between steps; see hvpipe.keras.data_parallel.elastic."""
         self._left_behind: list[Any] = []  # freeing it could wait for a lost rank
@@ -173,7 +172,7 @@ class Session:
         self.engine.native = None
         self.world.close()
         shared = self.checkpoints if self._left_behind else None  # all ranks of that host may be lost
-        tell_end(job_name(), shared, self.exit_code)
+        tell_end(job_name(), shared, _chosen_code())
 
     def _tell_of_training_alone(self) -> None:
         """Warn of what this rank has trained alone, and no lower rank; rank 0 told at once. Collective."""
@@ -469,7 +468,7 @@ def _leave(by: str, at_exit: bool = False) -> None:
         if session.settings.elastic and session.has_lost_ranks():
             logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
             session.engine.stop()  # without the others; its threads must not call MPI once that is finalised
-            tell_end(job_name(), session.checkpoints, session.exit_code)
+            tell_end(job_name(), session.checkpoints, _chosen_code())
             return
         if session.world.size == 1:
             raise
@@ -479,6 +478,12 @@ def _leave(by: str, at_exit: bool = False) -> None:
         else:
             tell_end_of_rank(session.world, in_one_line(error), traceback.format_exc())
             session.world.abort(1)
+
+
+def _chosen_code() -> int:
+    """Return the exit code that hvpipe has chosen for all ranks; 0 if it has not, or the program goes on."""
+    call = exit_call()
+    return call.code if call is not None and call.code in CHOSEN_CODES else 0
 
 
 def _leave_alone(session: Session, error: MismatchError) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -213,3 +215,22 @@ def test_checks_that_custom_loops_do_not_make_are_not_dropped_in_silence(
         session.warn_without_checks("DistributedOptimizer")
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.endswith("DistributedOptimizer. Received: HVPIPE_VERIFY=5, HVPIPE_NONFINITE=skip")
+
+
+def test_a_chosen_exit_code_counts_if_nobody_catches_it() -> None:
+    """Regression: after a caught exit with 75 `hvpipe run` returned 75, although the program had gone on."""
+    program = """
+import atexit, sys
+from hvpipe.failures.noted_exit import note_exits
+from hvpipe.session import _chosen_code
+note_exits()
+atexit.register(lambda: print(_chosen_code()))
+try:
+    sys.exit(75)
+except SystemExit:
+    pass
+print(_chosen_code())
+sys.exit(75)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (75, ["0", "75"]), done.stderr

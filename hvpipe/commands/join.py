@@ -114,7 +114,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise HvpipeError(
             f"The job should have at least {told['least']} ranks (--min-np). Received: {wanted.ranks}"
         )
-    if not places.hosts and wanted.ranks > (told["most"] or wanted.ranks):
+    if not places.hosts and wanted.ranks > (told.get("most") or wanted.ranks):
         raise HvpipeError(
             f"-np should be at most {told['most']}, the number of tasks of the Slurm allocation. "
             f"Received: -np {wanted.ranks}; the job goes on as it is"
@@ -125,14 +125,19 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             f"Received: {', '.join(gone)}, which cannot be reached; the job goes on as it is"
         )
     _write(folder / _WANTED, wanted)
-    if any_listens(folder):
-        ask_to_stop(folder)
-    elif (elsewhere := stop.of_hosts(places.hosts, told["agent"], folder)) is None or not elsewhere():
-        (folder / _WANTED).unlink()
-        raise HvpipeError(
-            "No rank of the job is in `fit` with hk.Checkpoint, from which the job would go on. "
-            "If the job has just started, try again later"
-        )
+    try:
+        if any_listens(folder):
+            ask_to_stop(folder)
+        elif (
+            elsewhere := stop.of_hosts(places.hosts, told["agent"], folder, environ)
+        ) is None or not elsewhere():
+            raise HvpipeError(
+                "No rank of the job is in `fit` with hk.Checkpoint, from which the job would go on. "
+                "If the job has just started, try again later"
+            )
+    except BaseException:
+        (folder / _WANTED).unlink(missing_ok=True)
+        raise
     print(f"hvpipe join: the job writes a checkpoint, and goes on from it with {wanted} (it had {places})")
     return 0
 

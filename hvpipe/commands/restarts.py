@@ -100,7 +100,7 @@ class Restarting:
                     print_tracebacks(folder)
                 outcome = self._supervise(command, environ, folder)
                 ended = read_end(folder)
-                if outcome.code == 0 and ended:
+                if ended and (outcome.code == 0 or (outcome.asked and ended == STOPPED)):
                     outcome = replace(outcome, code=ended)
                 elif outcome.code == 0 and ended is None and self._lacks_an_end(folder):
                     outcome = replace(outcome, code=1)
@@ -150,7 +150,7 @@ class Restarting:
         raise AssertionError
 
     def _supervise(self, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Outcome:
-        elsewhere = stop.of_hosts(self.places.hosts, self._agent, folder)
+        elsewhere = stop.of_hosts(self.places.hosts, self._agent, folder, environ)
         quiet = not self._verbose
         return supervise_job(command, environ, folder, self._grace, quiet=quiet, ask_elsewhere=elsewhere)
 
@@ -160,9 +160,7 @@ class Restarting:
         Open MPI ends with 0 if it loses a host.
         """
         # If no rank is here, only the hosts can tell.
-        return any_joined(folder) or (
-            self._elastic and bool(lost_hosts.unreachable(self.places.hosts, self._agent))
-        )
+        return any_joined(folder) or bool(lost_hosts.unreachable(self.places.hosts, self._agent))
 
     def _loses_hosts(self, environ: Mapping[str, str]) -> bool:
         """Tell whether the job fails because hosts are lost; go on without them if enough ranks are left."""

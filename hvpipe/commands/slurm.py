@@ -33,7 +33,7 @@ def slots(environ: Mapping[str, str]) -> tuple[int, ...]:
 
 def smaller(environ: Mapping[str, str]) -> Smaller | None:
     """Return what is left of this allocation if it has lost hosts; None if it has not, or nobody knows."""
-    job, tasks = environ.get("SLURM_JOB_ID"), slots(environ)
+    job, tasks = _number(environ), slots(environ)
     if job is None or not tasks:
         return None
     cpus = _each_host(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -54,6 +54,12 @@ def smaller(environ: Mapping[str, str]) -> Smaller | None:
     if len(cpus) == len(before):
         told["SLURM_JOB_CPUS_PER_NODE"] = ",".join(map(str, compress(cpus, stays)))
     return Smaller(tuple(name for name in before if name not in now), sum(tasks), told)
+
+
+def _number(environ: Mapping[str, str]) -> str | None:
+    """Return the number of this job. In an array SLURM_JOB_ID may name the whole array."""
+    array, index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{index}" if array and index else environ.get("SLURM_JOB_ID")
 
 
 def _each_host(text: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from hvpipe.commands import lost_hosts
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.environment.job_folder import (
     PREFIX,
+    any_joined,
     any_listens,
     ask_to_stop,
     away_folder,
@@ -31,6 +32,8 @@ from hvpipe.own_folder import is_own
 
 _LIMIT_S = 20.0  # for ssh, and for the start of a Python there
 _POLL_S = 0.1
+_NOBODY, _LATE = 1, (124, 137)  # exit codes of `hvpipe stop`, and of `timeout` around it
+_FINDING_PACKAGES = ("PYTHONPATH", "LD_LIBRARY_PATH")
 # Of Open MPI 5 and 4, and of MPICH and Intel MPI: on other hosts, and on the launcher's.
 _DAEMONS = ("prted", "prterun", "orted", "mpirun", "hydra_pmi_proxy", "mpiexec.hydra")
 
@@ -64,7 +67,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     awaited = {*ranks, *filter(None, map(_daemon, ranks))}
     for folder in found:
         ask_to_stop(folder)
-    print(f"hvpipe stop: {len(ranks)} ranks write a checkpoint and end, and with them all ranks of their job")
+    do = "rank writes a checkpoint and ends" if len(ranks) == 1 else "ranks write a checkpoint and end"
+    print(f"hvpipe stop: {len(ranks)} {do}, and with them all ranks of their job")
     if options.wait is not None and (left := _still_there(awaited, options.wait)):
         raise HvpipeError(
             f"After --wait {options.wait:g} seconds, these ranks, or daemons of MPI, are still there: {left}"
@@ -72,22 +76,36 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 0
 
 
-def of_hosts(hosts: Sequence[HostSlots], agent: str | None, folder: Path) -> Callable[[], bool] | None:
+def of_hosts(
+    hosts: Sequence[HostSlots], agent: str | None, folder: Path, environ: Mapping[str, str]
+) -> Callable[[], bool] | None:
     """Return the function that asks a job's ranks on other hosts, and tells whether one of them listens.
 
-    It asks nobody if the job has ranks on this host: these know whether they listen.
+    It asks nobody if ranks of the job have joined on this host: these know whether they listen. A host that
+    does not answer in time may be asked all the same, so it counts as one that listens.
 
     Args:
         hosts: The hosts of the job; without hosts there is no such function.
         agent: The program that reaches them; None for ssh.
         folder: The job folder, on this host.
+        environ: The variables that ranks have from here.
     """
-    command = [sys.executable, "-m", "hvpipe", "stop", "--job", folder.name]
+    finds = [f"{name}={environ[name]}" for name in _FINDING_PACKAGES if name in environ]
+    command = ["env", *finds, sys.executable, "-m", "hvpipe", "stop", "--job", folder.name]
 
     def ask() -> bool:
-        if any(lost_hosts.is_this_host(host.name) for host in hosts):
+        if any_joined(folder):
             return False
-        return 0 in lost_hosts.on_hosts(hosts, agent, command, _LIMIT_S).values()
+        codes = lost_hosts.on_hosts(hosts, agent, command, _LIMIT_S)
+        for name, code in codes.items():
+            if code not in (0, _NOBODY):
+                print(
+                    f"hvpipe: ranks on {name} may not write a checkpoint: `hvpipe stop` there, by "
+                    f"{agent or 'ssh'}, ended with exit code {code}{' (no answer)' if code in _LATE else ''}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return any(code in (0, *_LATE) for code in codes.values())
 
     return ask if hosts else None
 
@@ -96,8 +114,9 @@ def _folders(job: str | None) -> list[Path]:
     """Return the folders of the jobs that have ranks here."""
     if job is not None:
         place = Path(tempfile.gettempdir()) / Path(job).name
-        return [place, away_folder(job)]
-    folders = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+        folders = [place, away_folder(job)]
+    else:
+        folders = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
     return [folder for folder in folders if is_own(folder) and is_running(folder)]
 
 

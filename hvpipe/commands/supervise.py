@@ -66,7 +66,7 @@ class Grace:
 
     Attributes:
         end_s: Between the first signal and the kill.
-        checkpoint_s: Before SIGTERM is forwarded, if a rank here writes a checkpoint when asked.
+        checkpoint_s: Before SIGTERM is forwarded, if a rank writes a checkpoint when asked.
     """
 
     end_s: float = 5.0
@@ -157,6 +157,8 @@ class _Supervisor:
         self._received: int | None = None
         self._received_at = 0.0
         self._timer: threading.Timer | None = None
+        self._forwarded = False
+        self._forwarding = threading.Lock()  # the grace may end while ranks elsewhere are asked
 
     @property
     def asked(self) -> bool:
@@ -257,12 +259,22 @@ class _Supervisor:
     def _forward_unless_asked(self, number: int) -> None:
         """Forward the signal at once if no rank of another host writes a checkpoint."""
         assert self._ask_elsewhere is not None
-        if not self._ask_elsewhere() and self._timer is not None:
-            self._timer.cancel()
+        try:
+            asked = self._ask_elsewhere()
+        except OSError as error:  # this host cannot start ssh
+            print(f"hvpipe run: the ranks cannot be asked for a checkpoint: {error}", file=sys.stderr)
+            asked = False
+        if not asked:
             self._forward(number)
 
     def _forward(self, number: int) -> None:
         assert self._process is not None
+        with self._forwarding:
+            if self._forwarded or self._process.returncode is not None:
+                return
+            self._forwarded = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._after(self._grace.end_s, kill_session, self._process.pid)
         self._process.send_signal(number)
 

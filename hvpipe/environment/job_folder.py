@@ -22,6 +22,9 @@ STOPPED = 75
 TOO_FEW = 69
 """What ranks exit with if fewer than --min-np are left: EX_UNAVAILABLE of sysexits.h."""
 
+CHOSEN_CODES = (STOPPED, TOO_FEW)
+"""What hvpipe itself lets all ranks exit with."""
+
 PREFIX = "hvpipe-run-"
 """What the names of job folders begin with."""
 
@@ -40,11 +43,7 @@ def new_job_folder() -> Iterator[Path]:
 
     The folder is locked. So systemd-tmpfiles does not clean it up, however long the job runs.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            old = time.time() - left.lstat().st_mtime > _OLD_S
-            if old and is_own(left) and not is_running(left):
-                shutil.rmtree(left, ignore_errors=True)
+    _remove_old()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         lock = os.open(name, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -52,6 +51,15 @@ def new_job_folder() -> Iterator[Path]:
             yield Path(name)
         finally:
             os.close(lock)
+
+
+def _remove_old() -> None:
+    """Remove folders of killed jobs that are a day old."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            old = time.time() - left.lstat().st_mtime > _OLD_S
+            if old and is_own(left) and not is_running(left):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def is_running(folder: Path) -> bool:
@@ -102,15 +110,18 @@ def listening_away(job: str, rank: int) -> Iterator[None]:
         job: The path of the job folder there.
         rank: This rank.
     """
-    folder = away_folder(job)
+    folder, lock = away_folder(job), -1
+    _remove_old()
     try:
         make_own(folder)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    except OSError:  # a full disk, or a file system without locks
+        if lock >= 0:
+            os.close(lock)
         yield
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)
         with listening(folder, rank):
             yield
     finally:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hvpipe.environment.discover import discover
-from hvpipe.environment.job_folder import tell_exit
+from hvpipe.environment.job_folder import CHOSEN_CODES, tell_exit
 from hvpipe.environment.settings import job_folder
 
 
@@ -62,7 +62,7 @@ def exit_call() -> ExitCall | None:
 def _tell() -> None:
     """Tell `hvpipe run` of the call, because the launcher prints only the exit code."""
     folder, rank = job_folder(), discover().rank
-    if _call is not None and _call.code and folder is not None and rank is not None:
+    if _call is not None and _call.code not in (0, *CHOSEN_CODES) and folder is not None and rank is not None:
         tell_exit(folder, rank, _call.code, _call.text)
 
 

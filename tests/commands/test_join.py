@@ -112,7 +112,7 @@ def test_ranks_of_other_hosts_are_asked_if_none_is_here(job: Path, monkeypatch: 
     monkeypatch.setattr(stop, "of_hosts", lambda *given: lambda: asked.append(given) or True)
     (job / "listening-0").unlink()
     assert ask("c:2") == 0
-    assert asked == [(TWO_HOSTS.hosts, "agent", job)]
+    assert asked == [(TWO_HOSTS.hosts, "agent", job, {})]
     assert join.wanted(job) == Places(6, (*TWO_HOSTS.hosts, HostSlots("c", 2)))
 
 

@@ -17,7 +17,13 @@ import pytest
 from hvpipe.commands import lost_hosts, stop
 from hvpipe.commands.hosts import HostSlots
 from hvpipe.environment import job_folder
-from hvpipe.environment.job_folder import asked_to_stop, away_folder, listening_away, new_job_folder
+from hvpipe.environment.job_folder import (
+    asked_to_stop,
+    away_folder,
+    listening_away,
+    new_job_folder,
+    tell_joined,
+)
 from hvpipe.errors import HvpipeError
 
 JOB = "/tmp/hvpipe-run-elsewhere"
@@ -124,7 +130,7 @@ def test_ranks_of_other_hosts_are_asked_by_the_agent(tmp_path: Path) -> None:
     agent.write_text('#!/bin/sh\necho "$1" >> "$0.hosts"; shift; exec sh -c "$*"\n')
     agent.chmod(0o755)
     hosts = (HostSlots("a.example", 2), HostSlots("b.example", 2))
-    ask_hosts = stop.of_hosts(hosts, str(agent), Path(JOB))
+    ask_hosts = stop.of_hosts(hosts, str(agent), Path(JOB), {"PYTHONPATH": "/a b"})
     assert ask_hosts is not None
     assert not ask_hosts()
     with pytest.MonkeyPatch.context() as patch:
@@ -135,9 +141,29 @@ def test_ranks_of_other_hosts_are_asked_by_the_agent(tmp_path: Path) -> None:
     assert sorted((tmp_path / "agent.hosts").read_text().split()) == ["a.example"] * 2 + ["b.example"] * 2
 
 
-def test_no_other_host_is_asked_if_ranks_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_host_is_asked_if_ranks_are_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lost_hosts, "on_hosts", lambda *_: pytest.fail("asked"))
-    ask_hosts = stop.of_hosts((HostSlots("a.example", 1), HostSlots("localhost", 1)), None, Path(JOB))
+    tell_joined(tmp_path)
+    ask_hosts = stop.of_hosts((HostSlots("a.example", 1),), None, tmp_path, {})
     assert ask_hosts is not None
     assert not ask_hosts()
-    assert stop.of_hosts((), None, Path(JOB)) is None
+    assert stop.of_hosts((), None, tmp_path, {}) is None
+
+
+@pytest.mark.parametrize(("code", "asked"), [(0, True), (1, False), (124, True), (127, False)])
+def test_a_host_that_cannot_be_asked_is_named(
+    code: int,
+    asked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After 124 the host may still ask its ranks."""
+    monkeypatch.setattr(lost_hosts, "on_hosts", lambda *_: {"a.example": code})
+    ask_hosts = stop.of_hosts((HostSlots("a.example", 1),), None, tmp_path, {})
+    assert ask_hosts is not None
+    assert ask_hosts() == asked
+    assert (
+        f"a.example may not write a checkpoint: `hvpipe stop` there, by ssh, ended with exit code {code}"
+        in capsys.readouterr().err
+    ) == (code > 1)

@@ -7,11 +7,12 @@ import hashlib
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -444,7 +445,7 @@ class CheckpointedFit:
         self._session.engine.request(STOP, False)  # for a later `fit` of this process
         self._exit(code)
 
-    def _exit(self, code: int) -> None:
+    def _exit(self, code: int) -> NoReturn:
         """Say why all ranks exit, and exit."""
         if self._session.world.rank == 0:
             logger.warning(
@@ -455,8 +456,7 @@ class CheckpointedFit:
                 self._options.folder,
                 code,
             )
-        self._session.exit_code = code
-        raise SystemExit(code)
+        sys.exit(code)
 
     def _wait_for_parts(self, what: str) -> None:
         """Wait until no rank writes its part any more; collective."""

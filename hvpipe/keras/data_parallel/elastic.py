@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -374,8 +375,7 @@ class Elastic:
                 *(change.size, least, TOO_FEW),
             )
         if not self._saves:
-            self._session.exit_code = TOO_FEW
-            raise SystemExit(TOO_FEW)
+            sys.exit(TOO_FEW)
         self._leaves_after = begun  # a step boundary, at which all ranks can write
 
 

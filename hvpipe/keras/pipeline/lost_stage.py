@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,7 @@ def leaving_after_loss(session: Session, callbacks: Sequence[Any]) -> Iterator[N
                 if not session.has_lost_ranks():  # no other rank was lost meanwhile
                     raise
             else:
-                session.exit_code = _tell(session, saver.folder, lost, steps, saved)
-                raise SystemExit(session.exit_code) from None
+                sys.exit(_tell(session, saver.folder, lost, steps, saved))
 
 
 def _tell(session: Session, folder: Path, lost: Sequence[int], steps: int, saved: int | None) -> int:
