@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--all-hosts",
         action="store_true",
         help="compare all hosts of a job: those of --hosts, of a batch system's allocation, or of the ranks "
-        "that mpirun or srun starts. Exit code 1: something matters; 2: the ranks could not be started, or failed",
+        "that mpirun or srun starts. Exit code 1: something matters; 2: the ranks did not start, or failed",
     )
     launch_options.add_launch_options(parser, timeout_s=_TIMEOUT_S)
 
