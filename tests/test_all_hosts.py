@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,39 @@ def test_ranks_that_a_launcher_has_started_compare_themselves() -> None:
 
 def test_hosts_that_cannot_be_reached_are_exit_code_2() -> None:
     ended = doctor(*DOCTOR, "--hosts", "no-such-host.invalid:1", "--rsh-agent", "/bin/false")
-    assert ended.returncode == 2
-    assert "hosts and their ranks" not in ended.stdout
-    assert ended.stdout + ended.stderr
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "A daemon failed to report back" in ended.stderr
+    assert "The ranks have not compared the hosts. The launcher's exit code: 1\n" in ended.stderr
+
+
+# An mpirun that says something of its own on stdout, and then does as it is told.
+TALKS = 'mpirun=$1; shift; case "$*" in *doctor_ranks*) echo "a lost daemon";; esac; {}'
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "told"),
+    [
+        ('exec "$mpirun" "$@"', 0, "a lost daemon\n"),
+        ('case "$*" in *doctor_ranks*) exit 0;; esac; exec "$mpirun" "$@"', 2, "have not compared the hosts"),
+        ('"$mpirun" "$@" || exit; case "$*" in *doctor_ranks*) exit 7;; esac', 2, "but then failed"),
+    ],
+)
+def test_only_a_report_counts(then: str, code: int, told: str, tmp_path: Path) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text(f'#!/bin/bash\nset -- {distributed.mpirun_command(1)[0]} "$@"\n{TALKS.format(then)}\n')
+    program.chmod(0o755)
+    ended = doctor(*DOCTOR, "--json", "-np", "2", "--mpirun", str(program))
+    assert ended.returncode == code, ended.stderr
+    assert "a lost daemon\n" in ended.stderr
+    assert told in ended.stderr
+    assert json.loads(ended.stdout)["ok"] if "exit 0" not in then else ended.stdout == ""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 2 cores")
+def test_cores_of_ranks_that_are_bound() -> None:
+    mpirun, _, _, *flags = distributed.mpirun_command(2)
+    first, second, *_ = (str(core) for core in sorted(os.sched_getaffinity(0)))
+    one, other = (["taskset", "-c", core, *DOCTOR, "--json"] for core in (first, second))
+    ended = doctor(mpirun, *flags, "-np", "1", *one, ":", "-np", "1", *other, HVPIPE_RANKS_PER_HOST="2")
+    (host,) = json.loads(ended.stdout)["hosts"]
+    assert (host["ranks"], host["cores"]) == (2, 2)

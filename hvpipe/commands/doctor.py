@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--all-hosts",
         action="store_true",
         help="compare all hosts of a job: those of --hosts, of a batch system's allocation, or of the ranks "
-        "that mpirun or srun starts. Exit code 1: something matters; 2: the ranks could not be started",
+        "that mpirun or srun starts. Exit code 1: something matters; 2: the ranks did not start, or failed",
     )
     launch_options.add_launch_options(parser, timeout_s=_TIMEOUT_S)
 
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Print the findings. Returns 0, or 1 if there is a problem; raises LaunchError."""
     if options.all_hosts:
         return _run_on_all_hosts(options, environ)
-    if options.ranks is not None or options.hosts is not None or options.hostfile is not None:
-        raise LaunchError("-np, --hosts and --hostfile are for hvpipe doctor --all-hosts")
+    if given := launch_options.given(options):
+        raise LaunchError(f"Only hvpipe doctor --all-hosts takes {', '.join(given)}")
     findings = examine(environ)
     if options.json:
         print(json.dumps(to_json(findings), indent=2))
@@ -55,23 +55,40 @@ def _run_on_all_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -
             "hvpipe doctor --all-hosts --hosts a:4,b:4"
         )
     if launcher != "none":  # this process is a rank
-        return int(doctor_ranks.print_hosts(as_json=options.json, colours=False))
+        if given := launch_options.given(options):
+            raise LaunchError(
+                f"This is a rank that {launcher} has started, where {', '.join(given)} would come too late. "
+                f"Give {launcher} its own options, and set HVPIPE_NET, HVPIPE_PORTS or HVPIPE_TIMEOUT"
+            )
+        text, matters = doctor_ranks.compared(as_json=options.json, colours=False)
+        if text:
+            print(text)
+        return int(matters)
     words = [*(["--json"] if options.json else []), *(["--colours"] if has_colours(environ) else [])]
     command = (sys.executable, "-u", "-m", "hvpipe.commands.doctor_ranks", *words)
     spec = launch_options.launch_spec(options, command, environ)
-    settings = {"HVPIPE_TIMEOUT": f"{_TIMEOUT_S}", **launch_options.timeout_setting(options)}
+    settings = {} if environ.get("HVPIPE_TIMEOUT") else {"HVPIPE_TIMEOUT": f"{_TIMEOUT_S}"}
+    settings |= launch_options.timeout_setting(options)
     return launch_options.start(spec, settings, environ, dry_run=options.dry_run, supervised=_supervised)
 
 
 def _supervised(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the ranks; hide what the launcher says about those that have found something."""
+    """Run the ranks and print what rank 0 found; what the launcher prints goes to stderr."""
     with tempfile.TemporaryDirectory(prefix="hvpipe-doctor-") as folder:
-        outcome = supervise_job(command, environ, Path(folder), Grace(), quiet=True)
-    if outcome.code == doctor_ranks.DIFFERS:
-        return 1
-    if outcome.kept:
-        print(outcome.kept, end="", file=sys.stderr, flush=True)
-    return outcome.code if outcome.code == 0 or outcome.asked else _COULD_NOT_START
+        path = Path(folder, "stdout")
+        with path.open("wb") as output:
+            outcome = supervise_job(command, environ, Path(folder), Grace(), quiet=True, output=output)
+        text, matters, others = doctor_ranks.split(path.read_text(errors="replace"))
+    print(text, end="", flush=True)
+    print(outcome.kept + others, end="", file=sys.stderr, flush=True)
+    if outcome.asked:
+        return outcome.code
+    if matters is not None and outcome.code == 0:
+        return int(matters)
+    # Open MPI's mpirun may end with 0 although it has lost a host.
+    what = "have not compared the hosts" if matters is None else "have compared the hosts, but then failed"
+    print(f"hvpipe doctor: The ranks {what}. The launcher's exit code: {outcome.code}", file=sys.stderr)
+    return _COULD_NOT_START
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvpipe.commands import mpirun
-from hvpipe.commands.host_facts import TENSORFLOW_NAMES, package_version
+from hvpipe.commands.host_facts import LEAST_SHARED_BYTES, TENSORFLOW_NAMES, package_version
 from hvpipe.engine.rank_gpu import find_nccl
 from hvpipe.environment.discover import tcp_interfaces
 from hvpipe.environment.native import (
@@ -36,7 +36,6 @@ from hvpipe.world.versions import OLDEST_KERAS, is_older
 State = Literal["ok", "absent", "problem"]
 
 _ASK_TIMEOUT_S = 60.0
-_SHARED_MEMORY_WANTED_BYTES = 256_000_000
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,7 @@ def _shared_memory() -> Finding:
         return Finding("shared memory", "problem", str(error), "mount a tmpfs on /dev/shm")
     free_bytes = stat.f_bavail * stat.f_frsize
     found = f"{free_bytes / 1e9:.2f} GB free in /dev/shm"
-    if free_bytes < _SHARED_MEMORY_WANTED_BYTES:
+    if free_bytes < LEAST_SHARED_BYTES:
         advice = "give the container more (docker run --shm-size=2g), or export HVPIPE_SHARED_MEMORY=0"
         return Finding("shared memory", "problem", found, advice)
     return Finding("shared memory", "ok", found)

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
 
-from hvpipe.commands.host_facts import NOT_INSTALLED, UNLIMITED
+from hvpipe.commands.host_facts import LEAST_SHARED_BYTES, NOT_INSTALLED, UNLIMITED
 
 Facts = Mapping[str, Any]
-"""The facts of a host: those of `host_facts`, with "host", "ranks", "clock_s" and "size"."""
+"""The facts of a host: those of `host_facts`, with "host", "ranks", "cores", "clock_s" and "size"."""
 State = Literal["same", "differs", "problem"]
 
 MOST_CLOCK_S = 1.0
 """How far the clocks of hosts may be apart: beyond it logs and shared files have a wrong order."""
-LEAST_SHARED_BYTES = 256_000_000
 
 _SAME_ON_ALL = {
     "hvpipe": "install the same version on all hosts, at the same path",
@@ -43,14 +42,21 @@ class Row:
         return {"name": self.name, "state": self.state, "values": values, "advice": self.advice}
 
 
-def compare(hosts: Sequence[Facts]) -> list[Row]:
-    """Return a row for each thing that the hosts have. `hosts` has the facts of one host each."""
+def compare(hosts: Sequence[Facts], failure: str = "") -> list[Row]:
+    """Return a row for each thing that the hosts have.
+
+    Args:
+        hosts: The facts of one host each.
+        failure: Why nothing can carry data between the ranks; "": something does.
+    """
     rows = [_must_be_same(hosts, name, advice) for name, advice in _SAME_ON_ALL.items()]
     rows += [_python(hosts), _missing(hosts), _engine(hosts)]
     rows += [_may_differ(hosts, name, itemgetter(name)) for name in ("NumPy", "mpi4py")]
-    rows += [_networks(hosts), _cards(hosts), _clocks(hosts), _shared_memory(hosts)]
+    rows += [_networks(hosts, not failure), _cards(hosts), _clocks(hosts), _shared_memory(hosts)]
     rows += [_open_files(hosts), _locked_memory(hosts), _ports(hosts), *_pace(hosts)]
     rows.append(_may_differ(hosts, "kernel", lambda facts: str(facts["kernel"])))
+    if failure:
+        rows.append(Row("data", "problem", ((failure, tuple(str(facts["host"]) for facts in hosts)),)))
     return [row for row in rows if row.values]
 
 
@@ -137,16 +143,16 @@ def _engine(hosts: Sequence[Facts]) -> Row:
     )
 
 
-def _networks(hosts: Sequence[Facts]) -> Row:
-    """A network that all hosts are in, by which they reach each other, if there is one."""
+def _networks(hosts: Sequence[Facts], connected: bool) -> Row:
+    """The networks that all hosts are in, if there is one. Routers may connect others, as those of pods."""
 
     def of(facts: Facts) -> dict[str, str]:
         named = ((ipaddress.ip_interface(address), name, mbit) for name, address, mbit in facts["interfaces"])
         return {str(at.network): f"{name} {mbit / 1000:g} Gb/s" if mbit else name for at, name, mbit in named}
 
     shared = set.intersection(*(set(of(facts)) for facts in hosts))
-    bad = len(hosts) > 1 and not shared and not all(facts["card"] for facts in hosts)
-    advice = "no network has all hosts, so a router must connect them; name one with --net"
+    bad = not connected and not all(facts["interfaces"] for facts in hosts)
+    advice = "a host has no address for others; name the interface of its network with --net"
     show = (
         (lambda facts: _joined(of(facts), shared))
         if shared

@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from hvpipe.environment.this_host import cpu_name, fast_network, interfaces
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor import core_binding
 from hvpipe.monitor.nvml import Nvml, NvmlMissing
+from hvpipe.monitor.process_limits import cores_allowed
 from hvpipe.world.ethernet import usable
 
 TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
 NOT_INSTALLED = "not installed"
 UNLIMITED = -1
 """A limit that there is none of."""
+LEAST_SHARED_BYTES = 256_000_000
+"""What should be free in /dev/shm where several ranks share memory."""
 
 _SHARED_MEMORY = "/dev/shm"
 _KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -39,12 +43,26 @@ def facts_of_this_host(settings: Settings) -> dict[str, Any]:
         **_memory(),
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "locked_bytes": _limit(resource.RLIMIT_MEMLOCK),
-        "cores": core_binding.affordable_cores(),
         "cpu": cpu_name(),
         "kernel": platform.release(),
         **_gpus(),
         **_ports(settings.ports),
     }
+
+
+def cores_of_this_rank() -> tuple[list[int], float | None]:
+    """Return the cores that this process may run on, and a container's limit on how many it keeps busy."""
+    return sorted(core_binding.own_cores()), cores_allowed()
+
+
+def cores_of_host(ranks: Sequence[tuple[Sequence[int], float | None]]) -> int:
+    """Return how many cores the ranks of a host have together, from `cores_of_this_rank` of each.
+
+    Ranks may be bound to different cores. A limit counts once: it is that of a container with all of them.
+    """
+    cores = len(set().union(*(bound for bound, _ in ranks)))
+    limits = [limit for _, limit in ranks if limit is not None]
+    return min(cores, max(1, int(max(limits)))) if len(limits) == len(ranks) else cores
 
 
 def package_version(package: str) -> str | None:

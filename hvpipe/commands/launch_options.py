@@ -78,6 +78,15 @@ def add_launch_options(parser: argparse.ArgumentParser, *, timeout_s: int) -> No
     parser.add_argument("--dry-run", action="store_true", help="print the mpirun command and run nothing")
 
 
+def given(options: argparse.Namespace) -> list[str]:
+    """Return those of `add_launch_options` that the user gave, as "--net"."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_launch_options(parser, timeout_s=0)
+    defaults = vars(parser.parse_args([]))
+    names = [name for name, default in defaults.items() if getattr(options, name) != default]
+    return ["-np" if name == "ranks" else f"--{name.replace('_', '-')}" for name in names]
+
+
 def launch_spec(
     options: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]
 ) -> launch.LaunchSpec:
@@ -88,7 +97,8 @@ def launch_spec(
         tasks = environ.get("SLURM_NTASKS", "")
         ranks = sum(host.slots for host in hosts) or (int(tasks) if tasks.isdecimal() else 0)
         if ranks == 0:
-            raise LaunchError(f"Give the number of ranks, hvpipe {options.command} -np 2 ..., or --hosts")
+            name = options.command + (" --all-hosts" if getattr(options, "all_hosts", False) else "")
+            raise LaunchError(f"Give the number of ranks, hvpipe {name} -np 2 ..., or --hosts")
     return launch.LaunchSpec(
         mpirun=_mpirun(options, environ),
         ranks=ranks,

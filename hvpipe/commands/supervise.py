@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from hvpipe.commands.launcher_noise import FilteredErrors
 from hvpipe.environment.job_folder import STOPPED, any_aborts, any_listens, ask_to_stop
@@ -101,6 +102,7 @@ def supervise_job(
     grace: Grace = Grace(),
     *,
     quiet: bool = False,
+    output: BinaryIO | None = None,
     ask_elsewhere: Callable[[], bool] | None = None,
 ) -> Outcome:
     """Run a command until it ends. Call it from the main thread.
@@ -121,13 +123,14 @@ def supervise_job(
             have completed a checkpoint.
         grace: How long to wait.
         quiet: Whether to keep back what the launcher prints around a rank's failure.
+        output: The file that the command's stdout goes to; None: this process's stdout.
         ask_elsewhere: Asks ranks of other hosts for a checkpoint, and tells whether one of them writes it.
 
     Returns:
         The command's exit code; 128 + n if signal n ended it or was sent to this process, except that 75
         stays 75: the ranks have written a checkpoint first.
     """
-    supervisor = _Supervisor(grace, folder, quiet, ask_elsewhere)
+    supervisor = _Supervisor(grace, folder, quiet, output, ask_elsewhere)
     before = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
     # Signals that were ignored (nohup, a background job of a script) stay ignored.
     replaced = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
@@ -147,11 +150,17 @@ class _Supervisor:
     """One running command, and its signal handlers."""
 
     def __init__(
-        self, grace: Grace, folder: Path, quiet: bool, ask_elsewhere: Callable[[], bool] | None = None
+        self,
+        grace: Grace,
+        folder: Path,
+        quiet: bool,
+        output: BinaryIO | None,
+        ask_elsewhere: Callable[[], bool] | None,
     ) -> None:
         self._ask_elsewhere = ask_elsewhere
         self._grace = grace
         self._quiet = quiet
+        self._output = output
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._received: int | None = None
@@ -174,6 +183,7 @@ class _Supervisor:
                 env=dict(environ),
                 start_new_session=True,
                 preexec_fn=_end_with_this_process(),
+                stdout=self._output,
                 stderr=subprocess.PIPE if self._quiet else None,
             )
         except OSError as error:

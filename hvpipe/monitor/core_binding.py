@@ -38,10 +38,15 @@ def mostly_idle(cores: int, ranks: int, there: int) -> bool:
 
 def usable_cores(process: int = 0) -> int:
     """Return how many cores a process (0: this one) may run on."""
+    return len(own_cores(process))
+
+
+def own_cores(process: int = 0) -> set[int]:
+    """Return the numbers of the cores that a process (0: this one) may run on."""
     try:
-        return len(os.sched_getaffinity(process))
+        return os.sched_getaffinity(process)
     except (AttributeError, OSError):  # not on this system, or not for this process
-        return os.cpu_count() or 1
+        return set(range(os.cpu_count() or 1))
 
 
 def affordable_cores() -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from hvpipe import cli
+from hvpipe.commands import doctor_ranks
 from hvpipe.commands.doctor_ranks import to_json
 from hvpipe.commands.host_comparison import Row, compare, to_text
-from hvpipe.commands.host_facts import UNLIMITED, facts_of_this_host
+from hvpipe.commands.host_facts import UNLIMITED, cores_of_host, facts_of_this_host
 from hvpipe.environment.settings import Settings
 
 FACTS: dict[str, Any] = {
@@ -76,8 +79,6 @@ def test_equal_hosts() -> None:
         ("MPI", {"MPI": "Open MPI v5.0.10"}),
         ("Python", {"Python": "3.12.1"}),
         ("engine", {"engine": "does not load: libmpi.so.40"}),
-        ("networks", {"interfaces": [["eth0", "10.0.1.1/24", 10_000]]}),
-        ("networks", {"interfaces": []}),
         ("fast card", {"card": "mlx5_0", "locked_bytes": UNLIMITED}),
         ("clocks", {"clock_s": 2.0}),
         ("clocks", {"clock_s": -2.0}),
@@ -105,6 +106,9 @@ def test_what_matters(name: str, change: dict[str, Any]) -> None:
         ("memory", {"memory_bytes": 128_000_000_000}),
         ("kernel", {"kernel": "5.15.0"}),
         ("locked memory", {"locked_bytes": UNLIMITED}),
+        ("networks", {"interfaces": [["eth0", "10.0.1.1/24", 10_000]]}),
+        ("networks", {"interfaces": [["eth0", "10.0.0.9/32", 10_000]]}),  # of a pod, behind routers
+        ("networks", {"interfaces": []}),
         ("open files", {"open_files": UNLIMITED}),
         ("/dev/shm", {"shared_bytes": 32_000_000_000}),
     ],
@@ -113,6 +117,30 @@ def test_what_may_differ(name: str, change: dict[str, Any]) -> None:
     found = not_same({}, {}, change)
     assert {row.name: row.state for row in found.values()} == {name: "differs"}
     assert [names for _, names in found[name].values] == [("a", "b"), ("c",)]
+
+
+def test_networks_matter_where_nothing_carries_data() -> None:
+    changes: tuple[dict[str, Any], ...] = ({}, {"interfaces": [["eth0", "10.0.1.1/24", 0]]})
+    rows = {row.name: row for row in compare(hosts(*changes), "b does not answer")}
+    assert rows["networks"].state == "differs"
+    assert (rows["data"].state, rows["data"].values) == ("problem", (("b does not answer", ("a", "b")),))
+    rows = {row.name: row for row in compare(hosts({}, {"interfaces": []}), "b does not answer")}
+    assert rows["networks"].state == "problem"
+    assert rows["networks"].values[1] == ("none but loopback", ("b",))
+    assert "--net" in rows["networks"].advice
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores"),
+    [
+        ([([0, 1], None), ([2, 3], None), ([4, 5], None)], 6),  # bound, as by srun -c 2
+        ([(range(64), None)] * 4, 64),
+        ([(range(64), 6.5)] * 4, 6),  # in a container with a limit
+        ([([0, 1], 0.5), ([2, 3], 0.5)], 1),
+    ],
+)
+def test_cores_of_a_host(ranks: list[tuple[Sequence[int], float | None]], cores: int) -> None:
+    assert cores_of_host(ranks) == cores
 
 
 def test_too_little_matters_on_equal_hosts_too() -> None:
@@ -162,10 +190,13 @@ def test_json() -> None:
 
 
 def test_facts_of_this_machine() -> None:
-    facts = facts_of_this_host(Settings(ports=range(41000, 41004)))
-    assert FACTS.keys() - {"ranks", "size", "MPI", "clock_s"} <= facts.keys()
-    assert facts["ports"] == "41000-41003"
-    assert 0 <= facts["ports_free"] <= 4
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        facts = facts_of_this_host(Settings(ports=range(port - 3, port + 1)))
+    assert FACTS.keys() - {"ranks", "size", "cores", "MPI", "clock_s"} <= facts.keys()
+    assert facts["ports"] == f"{port - 3}-{port}"
+    assert facts["ports_free"] <= 3
 
 
 def test_ranks_of_horovodrun_are_refused(
@@ -177,6 +208,52 @@ def test_ranks_of_horovodrun_are_refused(
     assert "Start it without horovodrun" in capsys.readouterr().err
 
 
-def test_hosts_without_all_hosts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--hosts", "a:2,b:2"]) == 2
-    assert "are for hvpipe doctor --all-hosts" in capsys.readouterr().err
+@pytest.mark.parametrize("option", [["--hosts", "a:2,b:2"], ["-np", "2"], ["--net", "eth1"], ["--dry-run"]])
+def test_options_of_all_hosts_without_it_are_refused(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *option]) == 2
+    assert f"Only hvpipe doctor --all-hosts takes {option[0]}\n" in capsys.readouterr().err
+
+
+def test_options_that_a_rank_cannot_follow_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert cli.main(["doctor", "--all-hosts", "--net", "eth1", "--ports", "40000-40100"]) == 2
+    error = capsys.readouterr().err
+    assert "a rank that mpirun has started, where --net, --ports would come too late" in error
+
+
+def test_the_number_of_ranks_is_asked_for_with_all_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--all-hosts"]) == 2
+    assert "hvpipe doctor --all-hosts -np 2 ..., or --hosts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "option", "told"),
+    [("", [], "60"), ("300", [], ""), ("300", ["--timeout", "9"], "9")],
+)
+def test_timeout(
+    variable: str,
+    option: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HVPIPE_TIMEOUT", variable)
+    assert cli.main(["doctor", "--all-hosts", "-np", "2", "--dry-run", *option]) == 0
+    _, found, after = capsys.readouterr().out.partition("HVPIPE_TIMEOUT=")
+    assert (after.split()[0] if found else "") == told
+
+
+def test_a_report_amid_what_others_print(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_ranks, "compared", lambda **_: ("{\n}", True))
+    doctor_ranks.main(["--json"])
+    report = capsys.readouterr().out
+    assert doctor_ranks.split(f"before\n{report}after\n") == ("{\n}\n", True, "before\nafter\n")
+    cut = f"before\n{report[:-2]}"
+    assert doctor_ranks.split(cut) == ("", None, cut)
