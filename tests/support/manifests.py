@@ -20,7 +20,7 @@ IMAGE_FILES = {
     SSHD_CONFIG: FOLDER.parents[1] / "docker" / "sshd_config",
     SSH_CONFIG: FOLDER.parents[1] / "docker" / "ssh_config",
 }
-"""Files of the image of hvpipe, by their paths there; tests/test_image.py compares them with the Dockerfile."""
+"""Files of the image, by their paths there; tests/test_image.py compares them with the Dockerfile."""
 
 # What both operators set in a launcher for Open MPI.
 _OPEN_MPI = {
