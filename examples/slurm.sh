@@ -19,7 +19,9 @@ export HVPIPE_SUMMARY=1
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
 export TF_NUM_INTRAOP_THREADS="$SLURM_CPUS_PER_TASK"
 
-# --mpi: pmix for Open MPI, pmi2 for MPICH and Intel MPI
+# --mpi: pmix for Open MPI, pmi2 for MPICH and Intel MPI. UCX's addresses can be
+# too long for pmi2, and MPICH hangs: use slurm-run.sh instead, or this line:
+# export MPIR_CVAR_CH4_NETMOD=ofi
 # -c: since Slurm 22.05 srun does not take it from sbatch
 # --kill-on-bad-exit=0: ranks that exit with 75 do not end the others
 srun --mpi=pmix --kill-on-bad-exit=0 -c "$SLURM_CPUS_PER_TASK" python -u train.py

@@ -21,7 +21,7 @@ MOST_LINES = 60  # of a function, without its docstring
 # Lowest first. A module may import from its own layer and from those before it, never in a circle.
 # A package's name stands for its modules, except those that the table names themselves.
 LAYERS = (
-    ("errors", "own_folder", "atomic_file", "config_file", "log", "_build_info", "_engine"),
+    ("errors", "own_folder", "atomic_file", "config_file", "log", "proc", "_build_info", "_engine"),
     ("specs", "checkpoints", "blackbox"),
     ("plan", "trace"),
     ("schedule",),

@@ -40,6 +40,7 @@ from hvpipe.config_file import read_document
 from hvpipe.errors import HvpipeError
 from hvpipe.log import logger
 from hvpipe.own_folder import check_own, is_own, user_name, user_on
+from hvpipe.proc import boot_id
 
 _DAMAGED = ".damaged"
 _LOCK = ".lock"
@@ -205,7 +206,7 @@ def claim(folder: Path) -> str:
     _locks[lock] = file
     with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
         os.ftruncate(file, 0)
-        os.pwrite(file, f"{socket.gethostname()} {os.getpid()} {_boot()}".encode(), 0)
+        os.pwrite(file, f"{socket.gethostname()} {os.getpid()} {boot_id()}".encode(), 0)
     return "locked"
 
 
@@ -217,17 +218,6 @@ def holder(folder: Path) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def _boot() -> str:
-    """Return this machine's identity since its boot, which differs if another has its name; "" unknown.
-
-    A pod of Kubernetes that is made again has its old name, often on another machine.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 def claim_or_refuse(folder: Path) -> str:
     """Lock a folder as `claim` does, and raise HvpipeError if another job has locked it.
 
@@ -237,7 +227,7 @@ def claim_or_refuse(folder: Path) -> str:
     began_s, told = time.monotonic(), False
     while (found := claim(folder)) == "taken":
         host, process, boot = holder(folder)
-        here = host in ("", socket.gethostname()) and boot in ("", _boot())
+        here = host in ("", socket.gethostname()) and boot in ("", boot_id())
         limit_s = _ENDING_S if here else _LOST_HOST_S
         who = f"process {process} on {host}" if host else "another process"
         if time.monotonic() - began_s > limit_s:

@@ -26,7 +26,7 @@ from hvpipe.world.ethernet import usable
 TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
 NOT_INSTALLED = "not installed"
 UNLIMITED = -1
-"""A limit that there is none of."""
+"""For a resource without a limit."""
 LEAST_SHARED_BYTES = 256_000_000
 """What should be free in /dev/shm where several ranks share memory."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import os
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from hvpipe.environment.job_folder import (
 )
 from hvpipe.errors import HvpipeError
 from hvpipe.own_folder import is_own
+from hvpipe.proc import started_s
 
 _LIMIT_S = 20.0  # for ssh, and for the start of a Python there
 _POLL_S = 0.1
@@ -135,16 +135,8 @@ def _daemon(rank: int) -> int | None:
 def _still_there(pids: Collection[int], limit_s: float) -> list[int]:
     """Wait for the end of processes; return those that have not ended in time."""
     deadline_s = time.monotonic() + limit_s
-    while left := [pid for pid in pids if _lives(pid)]:
+    while left := [pid for pid in pids if started_s(pid) is not None]:
         if time.monotonic() >= deadline_s:
             return left
         time.sleep(_POLL_S)
     return []
-
-
-def _lives(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        os.kill(pid, 0)
-        # a process that has ended, and whose parent has not noticed
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False

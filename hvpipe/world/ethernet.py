@@ -9,7 +9,6 @@ import ipaddress
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.environment.discover import Launch, TcpInterfaces, message_layer_asked, tcp_interfaces
@@ -17,6 +16,7 @@ from hvpipe.environment.settings import Backend, Settings
 from hvpipe.environment.this_host import Interface, fast_network, interfaces
 from hvpipe.errors import InitError
 from hvpipe.log import logger
+from hvpipe.proc import boot_id
 from hvpipe.world.mpi import MpiWorld, message_layer
 
 if TYPE_CHECKING:
@@ -176,10 +176,11 @@ def _own_place(ranks: MpiWorld, settings: Settings) -> Place:
 def _loopback(addresses: Iterable[str], rank: int) -> tuple[str, ...]:
     """Return the same for all processes of one network namespace. Copies of a machine differ in addresses."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return (boot.strip(), str(os.stat("/proc/self/ns/net").st_ino), *sorted(addresses))
+        namespace = os.stat("/proc/self/ns/net").st_ino
     except OSError:
-        return (f"rank {rank}",)
+        namespace = 0
+    boot = boot_id()
+    return (boot, str(namespace), *sorted(addresses)) if boot and namespace else (f"rank {rank}",)
 
 
 def _connect(ranks: MpiWorld, places: Sequence[Place], settings: Settings) -> tuple[Any, str]:

@@ -25,6 +25,7 @@ from hvpipe.checkpoints.files import UnreadableError
 from hvpipe.checkpoints.usable import newest_usable
 from hvpipe.checkpoints.writer import Writer, WriterOptions
 from hvpipe.errors import HvpipeError
+from hvpipe.proc import boot_id
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_lost_host_is_waited_for_also_if_another_has_its_name_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: a pod that was made again on another machine gave up after 5 s."""
-    for boot, limit in (("", "5"), (folders._boot(), "5"), ("0-another-machine", "120")):
+    for boot, limit in (("", "5"), (boot_id(), "5"), ("0-another-machine", "120")):
         (tmp_path / ".lock").write_text(f"{socket.gethostname()} 4242 {boot}")
         found = iter(["taken", "locked"])
         monkeypatch.setattr(folders, "claim", lambda folder, found=found: next(found))

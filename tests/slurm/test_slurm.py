@@ -116,7 +116,9 @@ def test_hvpipe_run_trains_in_an_allocation(slurm: Slurm, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(not (MPICH / "bin" / "hvpipe").exists(), reason="needs .venv-mpich: make slurm-test")
 @pytest.mark.parametrize(
-    ("example", "pmi"), [("slurm.sh", {"--mpi=pmix": "--mpi=pmi2"}), ("slurm-run.sh", {})]
+    ("example", "pmi"),
+    [("slurm.sh", {"--mpi=pmix": "--mpi=pmi2", "# export": "export"}), ("slurm-run.sh", {})],
+    ids=["slurm.sh", "slurm-run.sh"],
 )
 def test_mpich_trains_on_two_nodes(slurm: Slurm, tmp_path: Path, example: str, pmi: dict[str, str]) -> None:
     changes = {**training(tmp_path), **pmi, "$HOME/venv": str(MPICH)}

@@ -8,8 +8,8 @@ With fragments, each has rounds of its own, which end in turn (Streaming DiLoCo:
     rank 0  | steps | steps | correct 0 | steps | correct 1 | steps | correct 0 |
                       reduce 0 ......     reduce 1 ......     reduce 0 ......
 
-The arithmetic runs eagerly between calls of the train function, on tensors that nothing changes. What happens
-after a step depends only on the number of steps, never on timing.
+The arithmetic runs between calls of the train function, on tensors that nothing changes. What happens after a
+step depends only on the number of steps, never on timing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hvpipe.keras.compat import learning_rate_variable
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions
 from hvpipe.keras.data_parallel.compressed_reduce import make_reducer
 from hvpipe.keras.data_parallel.overlap import Buckets, Overlap, RoundOptions, Rounds
+from hvpipe.keras.data_parallel.same_bits import same_bits
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.variables import native
 from hvpipe.log import logger
@@ -60,6 +61,10 @@ class _Fragment:
         self._options = options
         self._tokens: Sequence[Any] = ()
         self._average: Tensors = []
+        self._submitted = tf.function(self._submit, autograph=False)
+        self._collected = tf.function(reducer.collect_all, autograph=False)
+        self._corrected = tf.function(self._correct, autograph=False)
+        self._outer_step = same_bits(self._step_of)
 
     def begin(self, counted: float) -> None:
         """Begin where all ranks have equal weights."""
@@ -68,41 +73,23 @@ class _Fragment:
 
     def send(self, counted: float) -> None:
         """Send what this rank has changed since it sent last; collective."""
-        weights = self._values()
-        difference = [start - now for start, now in zip(self.start, weights, strict=True)]
-        share = self.reducer.announce(tf.constant(counted - self.counted, tf.float64))
-        self._tokens = self.reducer.submit(share, difference)
-        self.sent, self.start, self.steps, self.counted = True, weights, 0, counted
+        samples = tf.constant(counted - self.counted, tf.float64)
+        self.start, self._tokens = self._submitted(samples, self.start)
+        self.sent, self.steps, self.counted = True, 0, counted
 
     def average(self) -> Tensors:
         """Return the average that is under way, once it has come; no tensors if none is."""
         if self.sent and not self._average:
-            self._average = self.reducer.collect_all(self._tokens)
+            self._average = self._collected(self._tokens)
         return self._average
 
     def correct(self) -> None:
         """Move the anchor by the average, and go on there with what this rank has changed since it sent."""
         average = self.average()
         self.forget()
-        self.anchor = self._after_outer_step(average)
-        weights = self.anchor
-        if self.steps:
-            each = zip(self.anchor, self.start, self._values(), strict=True)
-            weights = [anchor - (start - now) for anchor, start, now in each]
+        since = self.start if self.steps else []
+        self.anchor, self.momentum = self._corrected(average, self.anchor, self.momentum, since)
         self.start = self.anchor
-        for variable, value in zip(self.reducer.variables, weights, strict=True):
-            native(variable).assign(value)
-
-    def _after_outer_step(self, average: Tensors) -> Tensors:
-        """Return the anchor after a step of SGD with Nesterov momentum."""
-        rate, momentum = self._options.learning_rate, self._options.momentum
-        steps = average
-        if momentum:
-            before = self.momentum or [tf.zeros_like(mean) for mean in average]
-            self.momentum = [momentum * m + mean for m, mean in zip(before, average, strict=True)]
-            steps = [mean + momentum * m for m, mean in zip(self.momentum, average, strict=True)]
-        moved = [anchor - rate * step for anchor, step in zip(self.anchor, steps, strict=True)]
-        return [_constrained(v, value) for v, value in zip(self.reducer.variables, moved, strict=True)]
 
     def forget(self) -> None:
         """Forget the average that is under way."""
@@ -116,6 +103,41 @@ class _Fragment:
 
     def _values(self) -> Tensors:
         return [native(v).read_value() for v in self.reducer.variables]
+
+    # --- In graphs: eagerly they would take as long as a step of a small model ---------------------------
+
+    def _submit(self, samples: Any, start: Tensors) -> tuple[Tensors, list[Any]]:
+        """Return the weights, and tokens for the average of what has changed since `start`."""
+        weights = self._values()
+        share = self.reducer.announce(samples)
+        return weights, self.reducer.submit(share, _differences(start, weights))
+
+    def _correct(
+        self, average: Tensors, anchor: Tensors, momentum: Tensors, since: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Assign weights; return the anchor and the momentum after an outer step.
+
+        The weights are the anchor, and what this rank has changed since it had `since`, if there are any.
+        """
+        moved, momentum = self._outer_step(average, anchor, momentum)
+        variables = self.reducer.variables
+        anchor = [_constrained(v, value) for v, value in zip(variables, moved, strict=True)]
+        weights = anchor
+        if since:
+            weights = _differences(anchor, _differences(since, self._values()))
+        for variable, value in zip(variables, weights, strict=True):
+            native(variable).assign(value)
+        return anchor, momentum
+
+    def _step_of(self, average: Tensors, anchor: Tensors, momentum: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the anchor and the momentum after a step of SGD with Nesterov momentum."""
+        rate, decay = self._options.learning_rate, self._options.momentum
+        steps = average
+        if decay:
+            before = momentum or [tf.zeros_like(mean) for mean in average]
+            momentum = [decay * m + mean for m, mean in zip(before, average, strict=True)]
+            steps = [mean + decay * m for m, mean in zip(momentum, average, strict=True)]
+        return [at - rate * step for at, step in zip(anchor, steps, strict=True)], momentum
 
 
 class LocalRounds(Rounds):
@@ -294,6 +316,13 @@ def _cut(variables: Sequence[Any], fragments: int) -> list[list[int]]:
         found[least].append(place)
         filled[least] += sizes[place]
     return [sorted(places) for places in found]
+
+
+def _subtract(these: Sequence[Any], those: Sequence[Any]) -> Tensors:
+    return [this - that for this, that in zip(these, those, strict=True)]
+
+
+_differences = same_bits(_subtract)
 
 
 def _constrained(variable: Any, value: Any) -> Any:
