@@ -140,8 +140,8 @@ def hook(pod: PodSpec) -> list[str]:
     if not words:
         return []
     shell, option, script = words
-    command, last = script.split("; ")
-    assert (shell, option, last) == ("/bin/sh", "-c", "kill -QUIT 1")
+    command, *last = script.split("; ")
+    assert (shell, option, last) == ("/bin/sh", "-c", ["kill -QUIT 1", "sleep 10"])
     return shlex.split(command)
 
 

@@ -64,7 +64,8 @@ class _Fragment:
         self._submitted = tf.function(self._submit, autograph=False)
         self._collected = tf.function(reducer.collect_all, autograph=False)
         self._corrected = tf.function(self._correct, autograph=False)
-        self._outer_step = same_bits(self._step_of)
+        self._settled = tf.function(self._settle, autograph=False)
+        self._outer_step = same_bits(self._step_of) if options.momentum else self._step_of
 
     def begin(self, counted: float) -> None:
         """Begin where all ranks have equal weights."""
@@ -85,10 +86,12 @@ class _Fragment:
 
     def correct(self) -> None:
         """Move the anchor by the average, and go on there with what this rank has changed since it sent."""
-        average = self.average()
+        kept = (self.anchor, self.momentum, self.start if self.steps else [])
+        if self._average:
+            self.anchor, self.momentum = self._corrected(self._average, *kept)
+        else:
+            self.anchor, self.momentum = self._settled(self._tokens, *kept)
         self.forget()
-        since = self.start if self.steps else []
-        self.anchor, self.momentum = self._corrected(average, self.anchor, self.momentum, since)
         self.start = self.anchor
 
     def forget(self) -> None:
@@ -111,6 +114,10 @@ class _Fragment:
         weights = self._values()
         share = self.reducer.announce(samples)
         return weights, self.reducer.submit(share, _differences(start, weights))
+
+    def _settle(self, tokens: Sequence[Any], *kept: Tensors) -> tuple[Tensors, Tensors]:
+        """Wait for the average of `tokens`; see `_correct`."""
+        return self._correct(self.reducer.collect_all(tokens), *kept)
 
     def _correct(
         self, average: Tensors, anchor: Tensors, momentum: Tensors, since: Tensors
@@ -137,7 +144,7 @@ class _Fragment:
             before = momentum or [tf.zeros_like(mean) for mean in average]
             momentum = [decay * m + mean for m, mean in zip(before, average, strict=True)]
             steps = [mean + decay * m for m, mean in zip(momentum, average, strict=True)]
-        return [at - rate * step for at, step in zip(anchor, steps, strict=True)], momentum
+        return _differences(anchor, [rate * step for step in steps]), momentum
 
 
 class LocalRounds(Rounds):
@@ -318,11 +325,8 @@ def _cut(variables: Sequence[Any], fragments: int) -> list[list[int]]:
     return [sorted(places) for places in found]
 
 
-def _subtract(these: Sequence[Any], those: Sequence[Any]) -> Tensors:
+def _differences(these: Sequence[Any], those: Sequence[Any]) -> Tensors:
     return [this - that for this, that in zip(these, those, strict=True)]
-
-
-_differences = same_bits(_subtract)
 
 
 def _constrained(variable: Any, value: Any) -> Any:
