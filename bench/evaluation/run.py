@@ -133,7 +133,7 @@ class Evaluation:
 
 def _limit_s(task: Task) -> float:
     """Return when a round that has not ended counts as a hang: long after any that trains."""
-    return 1800.0 + 10.0 * (task.warm_up + task.steps) + 300.0 * task.epochs
+    return 1800.0 + 10.0 * (task.warm_up + task.steps) + 300.0 * task.all_epochs
 
 
 def _line(finished: Round) -> str:

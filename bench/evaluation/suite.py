@@ -20,7 +20,8 @@ from bench.training.workloads import WORKLOADS, check, dataset_of
 from hvpipe.config_file import Table, read_document
 
 FOLDER = ROOT / "bench" / "suites"
-_NUMBERS = ("batch", "pixels", "warm_up", "steps", "seed", "epochs")
+_OPTIONS = ("batch", "pixels", "warm_up", "steps", "seed", "epochs")
+_NUMBERS = (*_OPTIONS, "more_epochs")
 _KEYS = (*_NUMBERS, "workload", "clusters", "systems", "rounds", "once")
 _DEFAULTS = {"rounds": 2, "once": []}
 ANYWHERE = "hosts"  # the cluster of groups that name none
@@ -52,6 +53,8 @@ class Group:
         task = self.task
         if system in SYSTEMS and not task.epochs:
             task = replace(task, steps=max(task.steps, SYSTEMS[system].least_steps))
+        if system not in SYSTEMS or SYSTEMS[system].exact:
+            task = replace(task, more_epochs=0)
         return Case(system, self.cluster, self.ranks, task)
 
     def rounds_of(self, system: str) -> int:
@@ -189,7 +192,7 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 def suite_of_options(options: argparse.Namespace, systems: Sequence[str], known: Sequence[str]) -> Suite:
     """Return the task of the options as a suite, with these of the known systems in turn."""
-    fields = {name: getattr(options, name) for name in ("workload", "rounds", *_NUMBERS)}
+    fields = {name: getattr(options, name) for name in ("workload", "rounds", *_OPTIONS)}
     table = Table({**_DEFAULTS, **fields, "systems": systems}, "options")
     title = f"{options.workload}, {len(systems)} in turn"
     return Suite(options.command, title, tuple(_groups(table, Path(), known)))

@@ -22,7 +22,7 @@ class Learned:
     """What a system learned in its rounds. `to_target_s` is None for rounds that miss the target."""
 
     system: str
-    last: tuple[float, ...]  # the accuracy after the last epoch, of each round
+    last: tuple[float, ...]  # the accuracy after as many epochs as exact training has, of each round
     to_target_s: tuple[float | None, ...]
 
     @property
@@ -85,7 +85,7 @@ def ends_of_epochs_s(round_: Round) -> list[float]:
 
     Steps of the warm-up, which traces, count as the mean of all others.
     """
-    epochs = round_.case.task.epochs
+    epochs = round_.case.task.all_epochs
     steps = max((rank.step_s for rank in round_.ranks), key=sum)
     per_epoch = -(-(len(steps) + round_.case.task.warm_up) // epochs)
     missing = per_epoch * epochs - len(steps)
@@ -100,4 +100,4 @@ def seconds_to(round_: Round, target: float) -> float | None:
 
 
 def _last(round_: Round) -> float:
-    return round_.ranks[0].accuracy[-1]
+    return round_.ranks[0].accuracy[round_.case.task.epochs - 1]

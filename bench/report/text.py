@@ -82,8 +82,10 @@ def _step_table(members: Sequence[CaseFigures]) -> str:
 
 def _learned(outcome: EvaluationOutcome) -> Iterator[str]:
     """Yield for each training by epochs what every system learned, the fastest first."""
+    epochs = {each.case.group: each.case.task.epochs for each in outcome.rounds}
     for group, (target, learned) in learning(outcome).items():
-        header = ["system", f"time to about {target:.1%}", "over the fastest", "last accuracy", "seeds"]
+        after = f"accuracy after {epochs[group]} epochs"
+        header = ["system", f"time to about {target:.1%}", "over the fastest", after, "seeds"]
         rows = [
             [
                 each.system,

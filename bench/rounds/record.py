@@ -31,12 +31,19 @@ class Task:
     steps: int = 8  # timed
     seed: int = 20
     epochs: int = 0  # > 0: train that many epochs on real data and keep the loss and accuracy of each
+    more_epochs: int = 0  # of systems that are not exact: they may reach the same accuracy later, but sooner
+
+    @property
+    def all_epochs(self) -> int:
+        return self.epochs + self.more_epochs
 
     def describe(self, rounds: Collection[int]) -> str:
         """Describe in one line how much is trained. `rounds` has the number of rounds of each system."""
         least, most = min(rounds), max(rounds)
         turns = f"{most} round{'s' if most > 1 else ''}"
         steps = f"{self.epochs} epochs" if self.epochs else f"{self.warm_up} + {self.steps} steps"
+        if self.more_epochs:
+            steps += f" ({self.all_epochs} of systems that are not exact)"
         threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
         return (
             f"batch {self.batch} a rank, {threads} an operation, "

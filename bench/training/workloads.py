@@ -150,7 +150,7 @@ def check(task: Task) -> None:
         raise BenchError(f"Workloads that train epochs are {names}. Received: workload={task.workload!r}")
     if min(task.batch, task.threads, task.steps, task.warm_up) < 1:
         raise BenchError(f"Batch, threads, steps and warm-up must be at least 1. Received: {task}")
-    if min(task.epochs, task.seed) < 0:
+    if min(task.epochs, task.more_epochs, task.seed) < 0:
         raise BenchError(f"Epochs and the seed must be at least 0. Received: {task}")
 
 
@@ -202,7 +202,7 @@ def runs_of(job: RankJob) -> list[tuple[int, int, bool]]:
     """
     if job.task.epochs == 0:
         return [(1, job.task.warm_up, False), (1, job.task.steps, True)]
-    return [(job.task.epochs, _steps_of_epoch(job), False)]
+    return [(job.task.all_epochs, _steps_of_epoch(job), False)]
 
 
 def dataset_of(workload: str) -> Dataset:
@@ -287,7 +287,7 @@ def _epochs_of_rank(job: RankJob, rank: int) -> tuple[Any, Any]:
     import numpy as np
 
     x, y, _, _ = dataset_of(job.task.workload).split(job.task.seed)
-    epochs, steps = job.task.epochs, _steps_of_epoch(job)
+    epochs, steps = job.task.all_epochs, _steps_of_epoch(job)
     used = steps * job.samples
     order = []
     for epoch in range(epochs):

@@ -31,6 +31,18 @@ def test_the_first_epoch_that_reaches_the_target_counts() -> None:
     assert seconds_to(round_, 0.9) is None
 
 
+def test_a_system_that_is_not_exact_may_reach_the_target_in_more_epochs() -> None:
+    longer = replace(DIGITS, more_epochs=1)
+    slow = finished(
+        case("hvpipe-local", task=longer), *[0.25] * 14, accuracy=[0.5, 0.6, 0.8, 0.9], loss=[1.0] * 4
+    )
+    ((_, learned),) = learning(outcome(trained("hvpipe-step", 1.0, [0.5, 0.6, 0.9]), slow)).values()
+    assert [(each.system, each.last, each.seconds) for each in learned] == [
+        ("hvpipe-local", (0.8,), 4.0),
+        ("hvpipe-step", (0.9,), 12.0),
+    ]
+
+
 def test_the_target_follows_exact_training_and_a_miss_in_one_round_counts_as_a_miss() -> None:
     found = outcome(
         trained("horovod-tuned", 1.0, [0.5, 0.9, 0.9]),
