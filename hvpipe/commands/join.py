@@ -109,6 +109,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     folder, places = _choose(dict(_jobs()), options.job)
     hosts = parse_hosts(options.hosts) if options.hosts is not None else ()
     wanted = places.with_more(hosts, options.ranks)
+    if wanted == places:
+        raise HvpipeError(f"The job should get other ranks or hosts. Received: {places}, as it has")
     told = json.loads((folder / _RUNNING).read_text())
     if wanted.ranks < told["least"]:
         raise HvpipeError(

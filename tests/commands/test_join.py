@@ -81,6 +81,7 @@ def test_the_job_is_asked_to_stop(job: Path, capsys: pytest.CaptureFixture[str])
         ("c:0", None, None, "--hosts should be host:slots"),
         ("c:1", 6, None, "-np should be 1 to 5, the number of slots. Received: -np 6"),
         (None, 0, None, "-np should be 1 to 4"),
+        (None, 4, None, "should get other ranks or hosts. Received: 4 ranks on a:2,b:2, as it has"),
         (None, 2, None, r"at least 3 ranks \(--min-np\). Received: 2"),
         ("c:1", None, 1, "--job should be the PID of an `hvpipe run` on this host. Received: 1; running: "),
     ],

@@ -97,6 +97,15 @@ def test_what_pods_mount_is_there() -> None:
             assert wanted is None or (kind, wanted) in there, pod.name
 
 
+def test_the_reader_sees_the_folder_of_the_jobs() -> None:
+    reader, launcher = load("reader.yaml")["spec"], jobs()["MPIJob"].launcher
+    (container,) = reader["containers"]
+    assert container["image"] == IMAGE
+    assert reader["securityContext"] == launcher.spec["securityContext"]
+    assert all(each in launcher.container["volumeMounts"] for each in container["volumeMounts"])
+    assert all(each in launcher.spec["volumes"] for each in reader["volumes"])
+
+
 def test_all_pods_of_a_job_see_scripts_and_checkpoints_at_the_same_paths() -> None:
     for job in jobs().values():
         for name in ("script", "run"):
