@@ -351,7 +351,7 @@ def apptainer(text: str) -> str:
     lines = ["# Made from the Dockerfile by .ci/image.py. Build: apptainer build hvpipe.sif hvpipe.def", ""]
     for number, stage in enumerate(stages):
         base, values = expanded(stage.base, first), []
-        files, others, post, environ = [], [], [], []
+        files, others, post, environ, run = [], [], [], [], ['    exec "$@"']
         for each in stage.instructions:
             if each.word == "ARG":
                 name, _, default = each.rest.partition("=")
@@ -369,13 +369,15 @@ def apptainer(text: str) -> str:
                 others += [f"%files from {source.removeprefix('--from=')}", f"    {path} {target}", ""]
             elif each.word == "COPY":
                 files.append("    {} {}".format(*each.rest.split()))
+            elif each.word == "CMD":
+                run.insert(0, f"    [ $# -gt 0 ] || set -- {shlex.join(json.loads(each.rest))}")
         last = number == len(stages) - 1
         lines += ["Bootstrap: docker", f"From: {base}", f"Stage: {'final' if last else stage.name}", ""]
         lines += ["%arguments", *values, ""] if values else []
         lines += ["%files", *files, ""] if files else []
         lines += [*others, "%post", "    set -e", *post, ""]
         if last:
-            lines += ["%environment", *environ, "", "%runscript", '    exec "$@"', ""]
+            lines += ["%environment", *environ, "", "%runscript", *run, ""]
     return "\n".join(lines)
 
 
