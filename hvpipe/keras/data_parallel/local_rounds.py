@@ -107,7 +107,7 @@ class _Fragment:
     def _values(self) -> Tensors:
         return [native(v).read_value() for v in self.reducer.variables]
 
-    # --- In graphs: eagerly they would take as long as a step of a small model ---------------------------
+    # --- In graphs: a turn may end with every step, and eager TensorFlow takes more time for it ----------
 
     def _submit(self, samples: Any, start: Tensors) -> tuple[Tensors, list[Any]]:
         """Return the weights, and tokens for the average of what has changed since `start`."""
