@@ -243,7 +243,7 @@ class Builder:
         image.layers = [*image.layers, self._layer(json.dumps([image.layers, rest, content]), make)]
 
     def _layer(self, key: str, make: object) -> str:
-        """Return the name of the layer with this key, which it makes if there is none."""
+        """Return the name of the layer with this key. Make the layer if it is missing."""
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
         if not (self._layers / name).exists():
             making = self._layers / f"{name}.making"

@@ -15,7 +15,7 @@ from bench import ROOT
 from bench.cluster.spec import ClusterSpec, named_cluster
 from bench.errors import BenchError
 from bench.rounds.record import Case, Task
-from bench.systems import SYSTEMS
+from bench.systems import SYSTEMS, is_exact
 from bench.training.workloads import WORKLOADS, check, dataset_of
 from hvpipe.config_file import Table, read_document
 
@@ -53,7 +53,7 @@ class Group:
         task = self.task
         if system in SYSTEMS and not task.epochs:
             task = replace(task, steps=max(task.steps, SYSTEMS[system].least_steps))
-        if system not in SYSTEMS or SYSTEMS[system].exact:
+        if is_exact(system):
             task = replace(task, more_epochs=0)
         return Case(system, self.cluster, self.ranks, task)
 

@@ -19,7 +19,7 @@ from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.evaluation.suite import LOOPBACK
 from bench.metrics import communication_bound_s, relative_spread
 from bench.rounds.record import ALONE, Case, Round
-from bench.systems import SYSTEMS
+from bench.systems import SYSTEMS, is_exact
 
 BESIDE_TCP = "single-beside-tcp"
 _OTHER_CORES = 0.5  # beside a round, from which on it is disturbed
@@ -118,11 +118,6 @@ def computes_alone(system: str) -> bool:
     """Return whether the ranks of a system share nothing."""
     found = SYSTEMS.get(system)
     return found is not None and (found.adapter == SYSTEMS[ALONE].adapter or found.name == found.alone)
-
-
-def is_exact(system: str) -> bool:
-    """Return whether a system trains as one process would on the whole batch; so do unknown ones."""
-    return system not in SYSTEMS or SYSTEMS[system].exact
 
 
 def pays(members: Iterable[CaseFigures]) -> bool | None:

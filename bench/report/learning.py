@@ -11,8 +11,8 @@ from itertools import accumulate
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
-from bench.report.figures import is_exact
 from bench.rounds.record import Round
+from bench.systems import is_exact
 
 SHARE = 0.98  # of the last accuracy of exact training with the same seed, to be reached
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from bench.metrics import format_time, table
 from bench.report.comparisons import OURS
-from bench.report.figures import ALONE, CaseFigures, by_group, is_exact
+from bench.report.figures import ALONE, CaseFigures, by_group
+from bench.systems import is_exact
 
 _WORTH = 1.1  # a mode that trains by another algorithm is advised if it gains this much over "step"
 _SHARE_OF_BYTES = {"bf16": 1 / 2, "int8": 1 / 4, "local": 1 / 8}  # "local" averages every 8 steps

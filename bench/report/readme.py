@@ -18,10 +18,9 @@ from bench.report.figures import (
     cautions,
     computes_alone,
     fastest,
-    is_exact,
     not_measured,
 )
-from bench.systems import SYSTEMS
+from bench.systems import SYSTEMS, is_exact
 
 BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -->"
 

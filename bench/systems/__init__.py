@@ -131,3 +131,8 @@ _ALL = (
 )
 
 SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}
+
+
+def is_exact(system: str) -> bool:
+    """Return whether a system trains as one process would on the whole batch; so do unknown ones."""
+    return system not in SYSTEMS or SYSTEMS[system].exact
