@@ -7,12 +7,11 @@ import gzip
 import json
 import os
 import re
-import signal
 import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +35,8 @@ from hvpipe.trace.events import Trace
 from hvpipe.world.world import SingleWorld
 
 NOBODY = 65534
+# A pipe that a test waits for ends it soon.
+pytestmark = pytest.mark.timeout(180)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make what another user owns")
 
 
@@ -53,20 +54,6 @@ def victim(tmp_path: Path) -> Path:
     path = tmp_path / "victim"
     path.write_text("precious")
     return path
-
-
-@pytest.fixture(autouse=True)
-def limit() -> Iterator[None]:
-    """End what waits for a pipe for ever, with an error."""
-    before = signal.signal(signal.SIGALRM, _late)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def _late(*_: object) -> None:
-    raise TimeoutError("it waits for a pipe")
 
 
 def laid(folder: Path, victim: Path, *names: str) -> Path:
