@@ -4,7 +4,7 @@
     python -m bench.advice --case 2x300mbit,mobilenetv2,8,none
 
 A case trains with a trace, takes the first change of mode, compression or batch that is advised, and trains
-with it.
+with it; three times, since a step takes more time in one run than in the next.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from bench import ROOT
 from bench.command import status_of
@@ -27,7 +28,7 @@ from bench.metrics import format_time, table
 from bench.rounds.record import Case, Round, Task
 from bench.rounds.round import run_round
 from bench.systems import SYSTEMS, System
-from hvpipe.trace.advice import Change, changes, step_parts
+from hvpipe.trace.advice import changes, step_parts
 from hvpipe.trace.events import Trace
 
 CASES = (
@@ -71,33 +72,50 @@ def seconds(found: Round) -> float:
     return max(rank.wall_s for rank in found.ranks)
 
 
-def row(case: tuple[str, str, int, str]) -> list[str]:
-    """Return the cells of a case: what was advised, promised and measured."""
+def row(case: tuple[str, str, int, str], rounds: int) -> list[str]:
+    """Return the cells of a case: what was advised, and the medians of what was promised and measured.
+
+    The run with the change follows the run without it in each round.
+    """
     cluster, workload, batch, overlap = case
+    before_s, after_s, promised = [], [], []
     with tempfile.TemporaryDirectory(prefix="hvpipe-advice-") as folder, hosts_of(cluster, None) as hosts:
-        file = Path(folder, "trace.json")
-        options = {"overlap": overlap}
-        before_s = seconds(trained(hosts, cluster, workload, batch, options, file))
-        trace = Trace.read(file)
-        parts = step_parts(trace)
-        if isinstance(parts, str):
-            raise BenchError(f"A case should have advice. Received: {parts}")
-        advised = changes(parts, trace.metadata["trained_with"])
-        change = next((each for each in advised if _MODE.search(each.what) or "batch," in each.what), None)
-        where = [cluster, f"{workload}, {batch}", overlap, format_time(before_s)]
-        if change is None:
-            return [*where, "none", "", "", ""]
-        more = 2 if _MODE.search(change.what) is None else 1
-        after_s = seconds(
-            trained(hosts, cluster, workload, more * batch, options | _options_of(change), file)
-        )
-        measured = more * before_s / after_s
-        off = change.speedup / measured - 1
-        return [*where, change.what, f"{change.speedup:.2f}x", f"{measured:.2f}x", f"{off:+.0%}"]
+        file, options = Path(folder, "trace.json"), {"overlap": overlap}
+        what = ""
+        for _ in range(rounds):
+            before_s.append(seconds(trained(hosts, cluster, workload, batch, options, file)))
+            advised = _advised(Trace.read(file))
+            what = what or next((each for each in advised if _MODE.search(each) or "batch," in each), "")
+            if not what:
+                return [
+                    cluster,
+                    f"{workload}, {batch}",
+                    overlap,
+                    format_time(before_s[0]),
+                    "none",
+                    "",
+                    "",
+                    "",
+                ]
+            promised.append(advised.get(what, 1.0))
+            more = 2 if _MODE.search(what) is None else 1
+            changed = options | _options_of(what)
+            after_s.append(seconds(trained(hosts, cluster, workload, more * batch, changed, file)) / more)
+    promise, measured = median(promised), median(before_s) / median(after_s)
+    where = [cluster, f"{workload}, {batch}", overlap, format_time(median(before_s))]
+    return [*where, what, f"{promise:.2f}x", f"{measured:.2f}x", f"{promise / measured - 1:+.0%}"]
 
 
-def _options_of(change: Change) -> dict[str, str]:
-    found = _MODE.search(change.what)
+def _advised(trace: Trace) -> dict[str, float]:
+    """Return the speedup that each change promises, the best first."""
+    parts = step_parts(trace)
+    if isinstance(parts, str):
+        raise BenchError(f"A case should have advice. Received: {parts}")
+    return {each.what: each.speedup for each in changes(parts, trace.metadata["trained_with"])}
+
+
+def _options_of(what: str) -> dict[str, str]:
+    found = _MODE.search(what)
     if found is None:
         return {}
     overlap, every, compression = found.groups()
@@ -111,11 +129,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--case", action="append", metavar="CLUSTER,MODEL,BATCH,OVERLAP", help="default: ten cases"
     )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each case (default: 3)")
     return status_of("bench.advice", partial(_measure, parser.parse_args(argv)))
 
 
 def _measure(options: argparse.Namespace) -> int:
-    cases = CASES
+    cases: Sequence[tuple[str, str, int, str]] = CASES
+    if options.rounds < 1:
+        raise BenchError(f"--rounds should be at least 1. Received: {options.rounds}")
     if options.case:
         split = [text.split(",") for text in options.case]
         if not all(len(parts) == 4 and parts[2].isdecimal() and parts[3] in _EXACT for parts in split):
@@ -123,7 +144,7 @@ def _measure(options: argparse.Namespace) -> int:
         cases = tuple((parts[0], parts[1], int(parts[2]), parts[3]) for parts in split)
     rows = []
     for case in cases:
-        rows.append(row(case))
+        rows.append(row(case, options.rounds))
         print(", ".join(rows[-1]), file=sys.stderr, flush=True)
     header = ["hosts", "model, batch", "overlap", "step", "first advice", "promised", "measured", "off"]
     print(table(header, rows))

@@ -61,10 +61,9 @@ class _Fragment:
         self._options = options
         self._tokens: Sequence[Any] = ()
         self._average: Tensors = []
-        self._submitted = tf.function(self._submit, autograph=False)
-        self._collected = tf.function(reducer.collect_all, autograph=False)
-        self._corrected = tf.function(self._correct, autograph=False)
-        self._settled = tf.function(self._settle, autograph=False)
+        self._submitted = _graph(self._submit)
+        self._collected = _graph(reducer.collect_all)
+        self._corrected = _graph(self._correct)
         self._outer_step = same_bits(self._step_of) if options.momentum else self._step_of
 
     def begin(self, counted: float) -> None:
@@ -86,11 +85,8 @@ class _Fragment:
 
     def correct(self) -> None:
         """Move the anchor by the average, and go on there with what this rank has changed since it sent."""
-        kept = (self.anchor, self.momentum, self.start if self.steps else [])
-        if self._average:
-            self.anchor, self.momentum = self._corrected(self._average, *kept)
-        else:
-            self.anchor, self.momentum = self._settled(self._tokens, *kept)
+        since = self.start if self.steps else []
+        self.anchor, self.momentum = self._corrected(self.average(), self.anchor, self.momentum, since)
         self.forget()
         self.start = self.anchor
 
@@ -107,17 +103,13 @@ class _Fragment:
     def _values(self) -> Tensors:
         return [native(v).read_value() for v in self.reducer.variables]
 
-    # --- In graphs: a turn may end with every step, and eager TensorFlow takes more time for it ----------
+    # --- In graphs ------------------------------------------------------------------------------------
 
     def _submit(self, samples: Any, start: Tensors) -> tuple[Tensors, list[Any]]:
         """Return the weights, and tokens for the average of what has changed since `start`."""
         weights = self._values()
         share = self.reducer.announce(samples)
         return weights, self.reducer.submit(share, _differences(start, weights))
-
-    def _settle(self, tokens: Sequence[Any], *kept: Tensors) -> tuple[Tensors, Tensors]:
-        """Wait for the average of `tokens`; see `_correct`."""
-        return self._correct(self.reducer.collect_all(tokens), *kept)
 
     def _correct(
         self, average: Tensors, anchor: Tensors, momentum: Tensors, since: Tensors
@@ -311,6 +303,22 @@ class LocalRounds(Rounds):
             tensor = tf.zeros(variable.shape, dtype) if value is None else tf.convert_to_tensor(value)
             found.append(tf.bitcast(tensor, dtype) if tensor.dtype.is_integer else tensor)
         return found
+
+
+def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as graphs, one for each choice of lists that are empty.
+
+    A turn may end with every step. tf.function would look at all tensors at each call for such a choice.
+    """
+    graphs: dict[tuple[bool, ...], Any] = {}
+
+    def call(*arguments: Any) -> Any:
+        choice = tuple(isinstance(each, list) and not each for each in arguments)
+        if choice not in graphs:
+            graphs[choice] = tf.function(function, autograph=False).get_concrete_function(*arguments)
+        return graphs[choice](*arguments)
+
+    return call
 
 
 def _cut(variables: Sequence[Any], fragments: int) -> list[list[int]]:
