@@ -24,6 +24,8 @@ _FIRST = 2  # steps that trace and warm up
 _LEAST = 3  # steps that make a mean
 _PAUSE = 0.5  # of a usual step: a longer time in which nothing is recorded is no part of a step
 _WORTH, _MOST = 1.03, 3
+_LATENCY_S = 200e-6  # of a reduce, whatever its size: messages there and back by TCP, on all ranks
+_SMALL_S, _SMALL_SHARE = 0.02, 0.2  # a step, of which this share does not depend on its size
 _OTHER = "another algorithm, other results"
 
 
@@ -44,6 +46,7 @@ class StepParts:
             cannot make a step shorter.
         late_s: What computing, update and rest take longer on this rank than in the mean of the ranks.
         ranks: How many ranks there are.
+        reduces: How many buckets are reduced in a step.
     """
 
     rank: int
@@ -57,6 +60,7 @@ class StepParts:
     busy_s: float
     late_s: float
     ranks: int
+    reduces: float = 0.0
 
     @property
     def own_s(self) -> float:
@@ -67,6 +71,11 @@ class StepParts:
     def step_s(self) -> float:
         """The whole step."""
         return self.own_s + self.link_s + self.waiting_s
+
+    @property
+    def latency_s(self) -> float:
+        """What the link would take for buckets without bytes."""
+        return min(self.reducing_s, _LATENCY_S * self.reduces)
 
 
 @dataclass(frozen=True)
@@ -148,8 +157,7 @@ def _parts_of(trace: Trace, rank: int, skipped: int, late: Sequence[Interval]) -
         return "the trace does not say when a step computes, as on GPUs and with loops of your own"
     if len(steps) < _LEAST:
         return f"the trace needs at least {skipped + _LEAST + 1} steps, of which the first {skipped} warm up"
-    backwards = sum(steps[0][0] <= event.start_s <= steps[-1][1] for event in trace.of("backward", rank))
-    if 2 * backwards < len(steps):
+    if 2 * _within(steps, trace.of("backward", rank)) < len(steps):
         return "most steps reduce nothing, as with accumulated gradients"
     spans = computing(trace, rank)
     model = merged([*spans["forward"], *spans["backward"]])
@@ -176,7 +184,13 @@ def _parts_of(trace: Trace, rank: int, skipped: int, late: Sequence[Interval]) -
         busy_s=_busy_share(trace, rank, steps[0][0], steps[-1][1]) * whole_s,
         late_s=0.0,
         ranks=1,
+        reduces=_within(steps, trace.of("reduce", rank)) / len(steps),
     )
+
+
+def _within(steps: Sequence[Interval], events: Iterable[Event]) -> int:
+    """Return how many events begin within the steps."""
+    return sum(steps[0][0] <= event.start_s <= steps[-1][1] for event in events)
 
 
 def _busy_share(trace: Trace, rank: int, start_s: float, end_s: float) -> float:
@@ -214,10 +228,10 @@ def _by_step(steps: Sequence[Interval], intervals: Sequence[Interval]) -> list[f
 def changes(parts: StepParts, trained_with: Any) -> list[Change]:
     """Return what would help most, at most three changes, the best first.
 
-    A change that sends less shortens the time in which buckets are reduced, and so at most the time in which
-    the link is waited for. What the change itself computes is not counted. "local" hides an average behind
-    the steps of a round. Twice the batch counts as twice the computing. Cores that are busy stay so: what
-    only hides more does not free them.
+    A change that sends less shortens the time in which buckets are reduced, but for their latency, and so at
+    most the time in which the link is waited for. What the change itself computes is not counted. "local"
+    hides an average behind the steps of a round, but for what the cores do to move it. Twice the batch counts
+    as twice the computing. Cores that are busy stay so: what only hides more does not free them.
 
     Args:
         parts: Of the run.
@@ -242,7 +256,8 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
         what = "twice the batch, in samples per second"
         found.append(Change(what, 2 * parts.step_s / twice_s, "steps of another size, other results"))
         if "local" not in refused:
-            left_s = max(0.0, parts.reducing_s / EVERY - parts.own_s)
+            moving_s = max(0.0, parts.busy_s - parts.own_s)
+            left_s = max(parts.reducing_s / EVERY - parts.own_s, moving_s / EVERY)
             saved_s = parts.link_s - left_s + parts.waiting_s * (1 - 1 / EVERY)
             add(f'overlap="local", every={EVERY}', saved_s, _OTHER)
     share = _WIRE_SHARES.get(compression) if isinstance(compression, str | None) else None
@@ -250,7 +265,7 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
         for name, note in (("bf16", "rounds the sums"), ("int8", _OTHER)):
             serves = name not in refused and (name != "int8" or parts.ranks <= MOST_RANKS)
             if serves and _WIRE_SHARES[name] < share:
-                saved_s = parts.reducing_s * (1 - _WIRE_SHARES[name] / share)
+                saved_s = (parts.reducing_s - parts.latency_s) * (1 - _WIRE_SHARES[name] / share)
                 add(f'compression="{name}"', min(parts.link_s, saved_s), note)
     add(f"smaller batches on rank {parts.rank}, larger ones elsewhere", parts.late_s)
     add("input and callbacks that take no time", parts.rest_s)
@@ -273,6 +288,12 @@ def describe(parts: StepParts, found: Sequence[Change]) -> str:
     if parts.late_s / parts.step_s >= _WORTH - 1:
         late = f"{parts.late_s / parts.step_s:.0%}"
         lines.append(f"rank {parts.rank} takes longest of all: {late} of a step more than the mean rank")
+    fixed_s = parts.rest_s + min(parts.link_s, parts.latency_s)
+    if parts.step_s < _SMALL_S and fixed_s / parts.step_s > _SMALL_SHARE:
+        lines.append(
+            f"steps are small, {1e3 * parts.step_s:.1f} ms: larger batches, or steps_per_execution in "
+            f"compile, share the {fixed_s / parts.step_s:.0%} that do not depend on their size"
+        )
     if not found:
         return "\n".join([*lines, "no change that hvpipe knows would make it 3 % faster"])
     lines.append("what would help, estimated from this run's own times:")

@@ -57,7 +57,9 @@ def test_the_parts_of_a_step_add_up() -> None:
     found = parts_of(trace())
     # Rank 1: forward 3, backward 3, wait 6 to 7, reduce 7 to 8, update to 9, nothing to 10.
     # Rank 0 computes a second less.
-    assert found == StepParts(1, 6, 1, 1, 1, 1, forward_s=3, reducing_s=1, busy_s=0, late_s=0.5, ranks=2)
+    assert found == StepParts(
+        1, 6, 1, 1, 1, 1, forward_s=3, reducing_s=1, busy_s=0, late_s=0.5, ranks=2, reduces=1
+    )
     assert found.step_s == 10
 
 
@@ -195,7 +197,8 @@ def test_busy_cores_are_not_freed_by_hiding_more() -> None:
     busy = replace(PARTS, busy_s=9.0)
     found = speedups(busy, overlap="none", compression="int8")
     assert found['overlap="step"'] == pytest.approx(10 / 9)
-    assert found['overlap="local", every=8'] == pytest.approx(10 / 8)
+    # Of 9 s, 8 are the rank's own: the other one moves bytes, once in a round.
+    assert found['overlap="local", every=8'] == pytest.approx(10 / (8 + 1 / 8))
     looks = [
         Event("host busy", "utilization", rank, "u", at_s, at_s, {"share": share})
         for rank in range(2)
@@ -211,6 +214,18 @@ def test_a_run_that_only_computes() -> None:
     )
     assert changes(alone, {"overlap": "step", "compression": None}) == []
     assert describe(alone, []).endswith("no change that hvpipe knows would make it 3 % faster")
+
+
+def test_small_steps() -> None:
+    """Of 10 ms Python takes 1, and latency 1 of the 2 ms of the link, which compression does not shorten."""
+    small = replace(PARTS, computing_s=6e-3, update_s=1e-3, link_s=2e-3, rest_s=1e-3, reducing_s=2e-3)
+    assert "steps are small" not in describe(small, [])
+    small = replace(small, reduces=6.0)
+    said = describe(small, changes(small, {"overlap": "step", "compression": None}))
+    assert "\nsteps are small, 10.0 ms: larger batches" in said
+    assert "share the 22% that do not depend on their size\n" in said
+    assert speedups(small, overlap="step", refuses=["local"])['compression="int8"'] == pytest.approx(10 / 9.4)
+    assert "steps are small" not in describe(replace(small, computing_s=20e-3), [])
 
 
 def test_a_late_rank_is_named() -> None:
