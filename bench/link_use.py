@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 
@@ -47,10 +48,12 @@ def row(system: str, cluster: str, hosts: Hosts, batch: int) -> list[str]:
     python = str(peers) if peers.exists() else sys.executable
     look = [sys.executable, "-c", _LOOK.format(interface=INTERFACE)]
     command = hosts.plain_command(hosts.spec.hosts[0].name, look)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as looking:
+    with tempfile.TemporaryFile("w+") as file, subprocess.Popen(command, stdout=file) as looking:
         found = run_round(Case(system, cluster, hosts.spec.slots, task), 0, hosts, _LIMIT_S, python=python)
         looking.terminate()
-        output = looking.communicate()[0]
+        looking.wait()
+        file.seek(0)
+        output = file.read()
     if not found.ok:
         raise BenchError(f"A system should train. Received: {found.why}")
     pairs = (line.split() for line in output.splitlines()[:-1])  # the last one may be cut
