@@ -30,6 +30,7 @@ from bench.report import bars, modes, text
 from bench.report.figures import all_figures
 from bench.report.readme import rewrite
 from bench.systems import SYSTEMS, System
+from bench.systems.system import usual_python
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -188,13 +189,8 @@ def _measured(evaluation: Evaluation, folder: Path, *, retry_failed: bool) -> Ev
 
 
 def _python(given: str | None) -> str:
-    """Return the absolute path of the Python that trains.
-
-    It is --python, else the one of `make peers`, in which every system runs on the same TensorFlow, else this
-    one.
-    """
-    peers = ROOT / ".venv-peers" / "bin" / "python"
-    python = given or (str(peers) if peers.exists() else sys.executable)
+    """Return the absolute path of the Python that trains: --python, or the usual one."""
+    python = given or usual_python()
     found = shutil.which(python)
     if found is None:
         raise BenchError(f"--python should be a Python that runs. Received: {python!r}")

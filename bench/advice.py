@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from bench import ROOT
 from bench.command import status_of
 from bench.errors import BenchError
 from bench.hosts.hosts import Hosts
@@ -28,6 +27,7 @@ from bench.metrics import format_time, table
 from bench.rounds.record import Case, Round, Task
 from bench.rounds.round import run_round
 from bench.systems import SYSTEMS, System
+from bench.systems.system import usual_python
 from hvpipe.trace.advice import changes, step_parts
 from hvpipe.trace.events import Trace
 
@@ -59,17 +59,10 @@ def trained(
     steps = _LOCAL_STEPS if options["overlap"] == "local" else _STEPS
     task = Task(workload, batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=3, steps=steps)
     case = Case("hvpipe", cluster, hosts.spec.slots, task)
-    peers = ROOT / ".venv-peers" / "bin" / "python"
-    python = str(peers) if peers.exists() else sys.executable
-    found = run_round(case, 0, hosts, _LIMIT_S, python=python, systems={"hvpipe": system})
+    found = run_round(case, 0, hosts, _LIMIT_S, python=usual_python(), systems={"hvpipe": system})
     if not found.ok:
         raise BenchError(f"A case should train. Received: {found.why}")
     return found
-
-
-def seconds(found: Round) -> float:
-    """Return the mean step with draining, of the slowest rank."""
-    return max(rank.wall_s for rank in found.ranks)
 
 
 def row(case: tuple[str, str, int, str], rounds: int) -> list[str]:
@@ -79,31 +72,24 @@ def row(case: tuple[str, str, int, str], rounds: int) -> list[str]:
     """
     cluster, workload, batch, overlap = case
     before_s, after_s, promised = [], [], []
+    found, what = ["none", "", "", ""], ""
     with tempfile.TemporaryDirectory(prefix="hvpipe-advice-") as folder, hosts_of(cluster, None) as hosts:
         file, options = Path(folder, "trace.json"), {"overlap": overlap}
-        what = ""
         for _ in range(rounds):
-            before_s.append(seconds(trained(hosts, cluster, workload, batch, options, file)))
+            before_s.append(trained(hosts, cluster, workload, batch, options, file).wall_s)
             advised = _advised(Trace.read(file))
             what = what or next((each for each in advised if _MODE.search(each) or "batch," in each), "")
             if not what:
-                return [
-                    cluster,
-                    f"{workload}, {batch}",
-                    overlap,
-                    format_time(before_s[0]),
-                    "none",
-                    "",
-                    "",
-                    "",
-                ]
-            promised.append(advised.get(what, 1.0))
+                break
+            if what in advised:  # another round may have three better changes
+                promised.append(advised[what])
             more = 2 if _MODE.search(what) is None else 1
             changed = options | _options_of(what)
-            after_s.append(seconds(trained(hosts, cluster, workload, more * batch, changed, file)) / more)
-    promise, measured = median(promised), median(before_s) / median(after_s)
-    where = [cluster, f"{workload}, {batch}", overlap, format_time(median(before_s))]
-    return [*where, what, f"{promise:.2f}x", f"{measured:.2f}x", f"{promise / measured - 1:+.0%}"]
+            after_s.append(trained(hosts, cluster, workload, more * batch, changed, file).wall_s / more)
+    if what:
+        promise, measured = median(promised), median(before_s) / median(after_s)
+        found = [what, f"{promise:.2f}x", f"{measured:.2f}x", f"{promise / measured - 1:+.0%}"]
+    return [cluster, f"{workload}, {batch}", overlap, format_time(median(before_s)), *found]
 
 
 def _advised(trace: Trace) -> dict[str, float]:

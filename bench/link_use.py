@@ -14,8 +14,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from statistics import fmean
 
-from bench import ROOT
 from bench.cluster.network import INTERFACE
 from bench.command import status_of
 from bench.errors import BenchError
@@ -25,6 +25,7 @@ from bench.metrics import format_time, table
 from bench.rounds.record import Case, Task
 from bench.rounds.round import run_round
 from bench.systems import SYSTEMS
+from bench.systems.system import usual_python
 
 _LOOK = """
 import time
@@ -32,8 +33,10 @@ while True:
     for line in open("/proc/self/net/dev"):
         if line.strip().startswith("{interface}:"):
             print(time.monotonic(), line.split()[9], flush=True)
-    time.sleep(0.02)
+    time.sleep({every_s})
 """
+_EVERY_S = 0.02  # between two looks, so that a window has five
+_WINDOW_S = 0.1
 _LIMIT_S = 900.0
 _QUIET = 0.02  # of the link's rate: what is sent beside training
 _STEPS = 64
@@ -43,38 +46,37 @@ Look = tuple[float, int]  # seconds, bytes sent until then
 
 def row(system: str, cluster: str, hosts: Hosts, batch: int) -> list[str]:
     """Return the cells of a system: its step, and the shares of the link that it uses."""
-    task = Task("mobilenetv2", batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=3, steps=_STEPS)
-    peers = ROOT / ".venv-peers" / "bin" / "python"
-    python = str(peers) if peers.exists() else sys.executable
-    look = [sys.executable, "-c", _LOOK.format(interface=INTERFACE)]
-    command = hosts.plain_command(hosts.spec.hosts[0].name, look)
-    with tempfile.TemporaryFile("w+") as file, subprocess.Popen(command, stdout=file) as looking:
-        found = run_round(Case(system, cluster, hosts.spec.slots, task), 0, hosts, _LIMIT_S, python=python)
-        looking.terminate()
-        looking.wait()
-        file.seek(0)
-        output = file.read()
-    if not found.ok:
-        raise BenchError(f"A system should train. Received: {found.why}")
-    pairs = (line.split() for line in output.splitlines()[:-1])  # the last one may be cut
-    looks = [(float(at_s), int(sent)) for at_s, sent in pairs]
-    step_s = max(rank.wall_s for rank in found.ranks)
     rate = hosts.spec.slowest_rate_bits_per_s
     if rate is None:
         raise BenchError(f"The cluster should have limited links. Received: --cluster {cluster}")
-    shares = [each * 8 / rate for each in rates(training(looks, step_s * _STEPS, rate / 8 * _QUIET), 0.1)]
-    used, mean, idle = max(shares), sum(shares) / len(shares), sum(s < _QUIET for s in shares) / len(shares)
+    task = Task("mobilenetv2", batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=3, steps=_STEPS)
+    case = Case(system, cluster, hosts.spec.slots, task)
+    look = [sys.executable, "-c", _LOOK.format(interface=INTERFACE, every_s=_EVERY_S)]
+    command = hosts.plain_command(hosts.spec.hosts[0].name, look)
+    with tempfile.TemporaryFile("w+") as file:
+        with subprocess.Popen(command, stdout=file) as looking:
+            try:
+                found = run_round(case, 0, hosts, _LIMIT_S, python=usual_python())
+            finally:
+                looking.terminate()
+        file.seek(0)
+        pairs = [line.split() for line in file.read().splitlines()[:-1]]  # the last one may be cut
+    if not found.ok:
+        raise BenchError(f"A system should train. Received: {found.why}")
+    step_s = found.wall_s
+    looks = training([(float(at_s), int(sent)) for at_s, sent in pairs], step_s * _STEPS, rate / 8 * _QUIET)
+    shares = [each * 8 / rate for each in rates(looks, _WINDOW_S)]
+    used, mean, idle = max(shares), fmean(shares), fmean(share < _QUIET for share in shares)
     return [system, format_time(step_s), f"{mean:.0%}", f"{used:.0%}", f"{used / mean:.1f}", f"{idle:.0%}"]
 
 
 def training(looks: Sequence[Look], took_s: float, quiet_bytes_per_s: float) -> list[Look]:
     """Return the looks of the last `took_s` seconds until something was last sent."""
-    ends = [
-        at_s
-        for (_, before), (at_s, sent) in zip(looks, looks[5:], strict=False)
-        if sent - before > quiet_bytes_per_s * 0.1
-    ]
-    last_s = max(ends, default=looks[-1][0])
+    window = zip(looks, looks[round(_WINDOW_S / _EVERY_S) :], strict=False)
+    least = quiet_bytes_per_s * _WINDOW_S
+    last_s = max(
+        (at_s for (_, before), (at_s, sent) in window if sent - before > least), default=looks[-1][0]
+    )
     return [look for look in looks if last_s - took_s <= look[0] <= last_s]
 
 

@@ -141,7 +141,7 @@ def _case_figures(rounds: list[Round]) -> CaseFigures:
     uneven = case.system in SYSTEMS and SYSTEMS[case.system].uneven
     steps_by_round = [each.ranks[slowest].step_s if uneven else each.counted(slowest) for each in rounds]
     ranks = [rank for each in rounds for rank in each.ranks]
-    rounds_wall_s = {each.number: max(rank.wall_s for rank in each.ranks) for each in rounds}
+    rounds_wall_s = {each.number: each.wall_s for each in rounds}
     wall_s = statistics.median(list(rounds_wall_s.values()))
     step_s = wall_s if uneven else statistics.median([step for each in steps_by_round for step in each])
     return CaseFigures(

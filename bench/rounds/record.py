@@ -128,6 +128,11 @@ class Round:
         return list(step_s if self.case.task.epochs or len(step_s) <= 2 else step_s[1:])
 
     @property
+    def wall_s(self) -> float:
+        """The mean step with draining, of the slowest rank."""
+        return max(rank.wall_s for rank in self.ranks)
+
+    @property
     def ok(self) -> bool:
         """Whether it has figures."""
         return not (self.error or self.skipped)

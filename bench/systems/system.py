@@ -18,6 +18,12 @@ TUNED = Path(__file__).with_name("tuned.json")  # values and their source by sys
 Start = Literal["mpirun", "horovodrun", "processes", "servers"]
 
 
+def usual_python() -> str:
+    """Return the Python of `make peers`, in which every system runs on the same TensorFlow, else this one."""
+    peers = ROOT / ".venv-peers" / "bin" / "python"
+    return str(peers) if peers.exists() else sys.executable
+
+
 @dataclass(frozen=True)
 class System:
     """One system under test.

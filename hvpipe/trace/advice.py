@@ -24,7 +24,7 @@ _FIRST = 2  # steps that trace and warm up
 _LEAST = 3  # steps that make a mean
 _PAUSE = 0.5  # of a usual step: a longer time in which nothing is recorded is no part of a step
 _WORTH, _MOST = 1.03, 3
-_LATENCY_S = 200e-6  # of a reduce, whatever its size: messages there and back by TCP, on all ranks
+_LATENCY_S = 200e-6  # of a reduce, whatever its size: an estimate for ranks whose cores compute meanwhile
 _SMALL_S, _SMALL_SHARE = 0.02, 0.2  # a step, of which this share does not depend on its size
 _OTHER = "another algorithm, other results"
 
@@ -157,7 +157,7 @@ def _parts_of(trace: Trace, rank: int, skipped: int, late: Sequence[Interval]) -
         return "the trace does not say when a step computes, as on GPUs and with loops of your own"
     if len(steps) < _LEAST:
         return f"the trace needs at least {skipped + _LEAST + 1} steps, of which the first {skipped} warm up"
-    if 2 * _within(steps, trace.of("backward", rank)) < len(steps):
+    if 2 * _begun_within(steps, trace.of("backward", rank)) < len(steps):
         return "most steps reduce nothing, as with accumulated gradients"
     spans = computing(trace, rank)
     model = merged([*spans["forward"], *spans["backward"]])
@@ -184,11 +184,11 @@ def _parts_of(trace: Trace, rank: int, skipped: int, late: Sequence[Interval]) -
         busy_s=_busy_share(trace, rank, steps[0][0], steps[-1][1]) * whole_s,
         late_s=0.0,
         ranks=1,
-        reduces=_within(steps, trace.of("reduce", rank)) / len(steps),
+        reduces=_begun_within(steps, trace.of("reduce", rank)) / len(steps),
     )
 
 
-def _within(steps: Sequence[Interval], events: Iterable[Event]) -> int:
+def _begun_within(steps: Sequence[Interval], events: Iterable[Event]) -> int:
     """Return how many events begin within the steps."""
     return sum(steps[0][0] <= event.start_s <= steps[-1][1] for event in events)
 
