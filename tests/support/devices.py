@@ -103,6 +103,19 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> EngineClient:
     return EngineClient(session.world, settings)
 
 
+def open_impatient(libraries: Libraries, way: str, timeout_s: float) -> EngineClient:
+    """Open an engine and its device, and only then make `timeout_s` its limit.
+
+    While the device opens, ranks of a busy machine may be later than that.
+    """
+    patience_s = current().settings.timeout_s
+    engine = open_engine(libraries, way, timeout_s=timeout_s, first_step_timeout_s=patience_s)
+    engine.use_device()
+    engine.agree("the start of a case")
+    engine.native.end_first_steps()
+    return engine
+
+
 def open_in_session() -> str:
     """Open the fake device and NCCL in the session's engine. Return the path of the device's library."""
     engine = current().engine

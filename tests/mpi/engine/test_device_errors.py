@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import hvpipe
-from devices import WAYS, Libraries, OnDevice, needs_others, open_engine
+from devices import WAYS, Libraries, OnDevice, needs_others, open_engine, open_impatient
 from hvpipe.errors import DeadlineError, HvpipeError, MismatchError, PeerError
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
@@ -111,8 +111,7 @@ def test_more_ranks_than_devices_is_an_error(libraries: Libraries, monkeypatch: 
 
 def test_host_memory_on_one_rank_is_a_mismatch(libraries: Libraries) -> None:
     needs_others()
-    engine = open_engine(libraries, "host", timeout_s=5.0)
-    engine.use_device()
+    engine = open_impatient(libraries, "host", 5.0)
     array = np.ones(10, np.float32)
     if hvpipe.rank() == 0:
         with pytest.raises(MismatchError, match="on a device"):
@@ -137,8 +136,7 @@ def test_a_background_failure_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, variable: str, how: str, kind: type[Exception], says: str
 ) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
-    engine.use_device()
+    engine = open_impatient(libraries, "NCCL", 5.0)
     monkeypatch.setenv(variable, how)
     array = OnDevice(np.ones(10, np.float32))
     with pytest.raises(kind, match=says):
@@ -151,8 +149,7 @@ def test_a_background_failure_ends_the_engine(
 
 def test_an_abort_that_hangs_does_not_delay_the_error(libraries: Libraries, monkeypatch: Any) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
-    engine.use_device()
+    engine = open_impatient(libraries, "NCCL", 5.0)
     monkeypatch.setenv("FAKE_NCCL_ABORT", "hang")
     monkeypatch.setenv("FAKE_NCCL", "async")
     array = OnDevice(np.ones(10, np.float32))
@@ -168,8 +165,7 @@ def test_an_abort_that_hangs_does_not_delay_the_error(libraries: Libraries, monk
 def test_a_rank_that_leaves_late_is_no_error_on_the_others(libraries: Libraries, way: str) -> None:
     """Rank 0 leaves late when it writes a long trace. NCCL and MPI wait for it, but not forever."""
     needs_others()
-    engine = open_engine(libraries, way, timeout_s=5.0)
-    engine.use_device()
+    engine = open_impatient(libraries, way, 5.0)
     if hvpipe.rank() == 0:
         time.sleep(3)
     engine.stop()
@@ -177,8 +173,7 @@ def test_a_rank_that_leaves_late_is_no_error_on_the_others(libraries: Libraries,
 
 def test_a_bucket_that_hangs_in_nccl_ends_the_engine(libraries: Libraries, monkeypatch: Any) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
-    engine.use_device()
+    engine = open_impatient(libraries, "NCCL", 5.0)
     plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
     engine.native.begin_step(plan_id, 0, 1.0, True)
     monkeypatch.setenv("FAKE_NCCL", "hang")

@@ -126,13 +126,13 @@ def test_an_nccl_that_does_not_start_is_used_on_no_rank(
     """The other ranks do not wait for the one where it fails."""
     needs_others()
     monkeypatch.setattr("hvpipe.engine.rank_gpu.find_nccl", lambda named: named or libraries.nccl)
-    engine = open_engine(libraries, "NCCL", nccl_library="", timeout_s=5.0 if how == "init-hang" else 60.0)
+    engine = open_engine(libraries, "NCCL", nccl_library="", timeout_s=10.0 if how == "init-hang" else 60.0)
     failing = 0 if how == "id" else 1
     if how == "init-hang" or hvpipe.rank() == failing:
         monkeypatch.setenv("FAKE_NCCL", how)
     start = time.monotonic()
     assert engine.use_gpus_of_all(hvpipe.local_rank())
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 30
     monkeypatch.delenv("FAKE_NCCL", raising=False)
     route = engine.use_device()
     assert route.startswith("through the host: NCCL did not start on rank")
