@@ -4,7 +4,9 @@
     python -m bench.advice --case 2x300mbit,mobilenetv2,8,none
 
 A case trains with a trace, takes the first change of mode, compression or batch that is advised, and trains
-with it; three times, since a step takes more time in one run than in the next.
+with it; three times, since a step takes more time in one run than in the next. A step is the mean of the
+slowest rank's, as of a long training. Not counted are what "local" takes to build its graphs, its first
+round, in which nothing is on its way, and the wait for its last average.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from bench.command import status_of
 from bench.errors import BenchError
 from bench.hosts.hosts import Hosts
 from bench.hosts.rank_benchmark import hosts_of
 from bench.metrics import format_time, table
-from bench.rounds.record import Case, Round, Task
+from bench.rounds.record import Case, Task
 from bench.rounds.round import run_round
 from bench.systems import SYSTEMS, System
 from bench.systems.system import usual_python
-from hvpipe.trace.advice import changes, step_parts
+from hvpipe.trace.advice import EVERY, changes, step_parts
 from hvpipe.trace.events import Trace
 
 CASES = (
@@ -46,23 +48,24 @@ CASES = (
 _EXACT = ("none", "backward", "step")  # of which there is advice
 _CLOSE = 0.15
 _LIMIT_S = 900.0
-_STEPS, _LOCAL_STEPS = 30, 64  # the last average of "local" is waited for
+_WARM_UP = 2 * EVERY + 3  # until then "local" has built the graphs of a round's end
+_STEPS, _LOCAL_STEPS = 30, 64
 _MODE = re.compile(r'overlap="(\w+)"(?:, every=(\d+))?|compression="(\w+)"')
 
 
 def trained(
     hosts: Hosts, cluster: str, workload: str, batch: int, options: dict[str, str], trace: Path
-) -> Round:
-    """Train some steps with these options of hvpipe."""
+) -> float:
+    """Train some steps with these options of hvpipe. Return the seconds of one."""
     usual = SYSTEMS["hvpipe-local" if options["overlap"] == "local" else "hvpipe-step"]
     system: System = replace(usual, name="hvpipe", options=options, environment={"HVPIPE_TRACE": str(trace)})
     steps = _LOCAL_STEPS if options["overlap"] == "local" else _STEPS
-    task = Task(workload, batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=3, steps=steps)
+    task = Task(workload, batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=_WARM_UP, steps=steps)
     case = Case("hvpipe", cluster, hosts.spec.slots, task)
     found = run_round(case, 0, hosts, _LIMIT_S, python=usual_python(), systems={"hvpipe": system})
     if not found.ok:
         raise BenchError(f"A case should train. Received: {found.why}")
-    return found
+    return max(fmean(rank.step_s[EVERY:]) for rank in found.ranks)
 
 
 def row(case: tuple[str, str, int, str], rounds: int) -> list[str]:
@@ -76,7 +79,7 @@ def row(case: tuple[str, str, int, str], rounds: int) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="hvpipe-advice-") as folder, hosts_of(cluster, None) as hosts:
         file, options = Path(folder, "trace.json"), {"overlap": overlap}
         for _ in range(rounds):
-            before_s.append(trained(hosts, cluster, workload, batch, options, file).wall_s)
+            before_s.append(trained(hosts, cluster, workload, batch, options, file))
             advised = _advised(Trace.read(file))
             what = what or next((each for each in advised if _MODE.search(each) or "batch," in each), "")
             if not what:
@@ -85,7 +88,7 @@ def row(case: tuple[str, str, int, str], rounds: int) -> list[str]:
                 promised.append(advised[what])
             more = 2 if _MODE.search(what) is None else 1
             changed = options | _options_of(what)
-            after_s.append(trained(hosts, cluster, workload, more * batch, changed, file).wall_s / more)
+            after_s.append(trained(hosts, cluster, workload, more * batch, changed, file) / more)
     if what:
         promise, measured = median(promised), median(before_s) / median(after_s)
         found = [what, f"{promise:.2f}x", f"{measured:.2f}x", f"{promise / measured - 1:+.0%}"]

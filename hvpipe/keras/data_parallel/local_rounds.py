@@ -136,7 +136,9 @@ class _Fragment:
             before = momentum or [tf.zeros_like(mean) for mean in average]
             momentum = [decay * m + mean for m, mean in zip(before, average, strict=True)]
             steps = [mean + decay * m for m, mean in zip(momentum, average, strict=True)]
-        return _differences(anchor, [rate * step for step in steps]), momentum
+        if rate != 1:
+            steps = [rate * step for step in steps]
+        return _differences(anchor, steps), momentum
 
 
 class LocalRounds(Rounds):
