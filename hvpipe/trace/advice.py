@@ -47,6 +47,7 @@ class StepParts:
         late_s: What computing, update and rest take longer on this rank than in the mean of the ranks.
         ranks: How many ranks there are.
         reduces: How many buckets are reduced in a step.
+        onednn: Whether TensorFlow computed with oneDNN; None: not known.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class StepParts:
     late_s: float
     ranks: int
     reduces: float = 0.0
+    onednn: bool | None = None
 
     @property
     def own_s(self) -> float:
@@ -110,7 +112,9 @@ def step_parts(trace: Trace) -> StepParts | str:
         late_s = slowest.own_s - fmean(parts.own_s for parts in known)
     except (OverflowError, ValueError) as error:
         raise HvpipeError(f"In a trace, times should be seconds of a run. Received: {error}") from error
-    return replace(slowest, late_s=late_s, ranks=len(known))
+    onednn = trained_with.get("onednn") if isinstance(trained_with, dict) else None
+    onednn = onednn if isinstance(onednn, bool) else None
+    return replace(slowest, late_s=late_s, ranks=len(known), onednn=onednn)
 
 
 def _whole_number(document: Any, name: str) -> int:
@@ -288,6 +292,11 @@ def describe(parts: StepParts, found: Sequence[Change]) -> str:
     if parts.late_s / parts.step_s >= _WORTH - 1:
         late = f"{parts.late_s / parts.step_s:.0%}"
         lines.append(f"rank {parts.rank} takes longest of all: {late} of a step more than the mean rank")
+    if parts.onednn is False and parts.computing_s > parts.step_s / 2:
+        lines.append(
+            "TensorFlow computed without oneDNN, as it does on CPUs without AVX-512: try "
+            "TF_ENABLE_ONEDNN_OPTS=1, which rounds otherwise and may make convolutions much faster"
+        )
     fixed_s = parts.rest_s + min(parts.link_s, parts.latency_s)
     if parts.step_s < _SMALL_S and fixed_s / parts.step_s > _SMALL_SHARE:
         lines.append(

@@ -228,6 +228,15 @@ def test_small_steps() -> None:
     assert "steps are small" not in describe(replace(small, computing_s=20e-3), [])
 
 
+def test_computing_without_onednn_is_named_where_it_counts() -> None:
+    assert parts_of(trace(onednn=False)).onednn is False
+    assert parts_of(trace(onednn="x")).onednn is None
+    without = replace(PARTS, computing_s=20.0, onednn=False)
+    assert "TF_ENABLE_ONEDNN_OPTS=1" in describe(without, [])
+    for other in ({"onednn": True}, {"onednn": None}, {"link_s": 30.0}):
+        assert "oneDNN" not in describe(replace(without, **other), [])
+
+
 def test_a_late_rank_is_named() -> None:
     late = StepParts(
         1, 6.0, 1.0, 0.0, 0.0, 1.0, forward_s=3.0, reducing_s=3.0, busy_s=0.0, late_s=2.0, ranks=2
