@@ -233,7 +233,8 @@ def test_computing_without_onednn_is_named_where_it_counts() -> None:
     assert parts_of(trace(onednn="x")).onednn is None
     without = replace(PARTS, computing_s=20.0, onednn=False)
     assert "TF_ENABLE_ONEDNN_OPTS=1" in describe(without, [])
-    for other in ({"onednn": True}, {"onednn": None}, {"link_s": 30.0}):
+    others: list[dict[str, Any]] = [{"onednn": True}, {"onednn": None}, {"link_s": 30.0}]
+    for other in others:
         assert "oneDNN" not in describe(replace(without, **other), [])
 
 
