@@ -234,8 +234,9 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
 
     A change that sends less shortens the time in which buckets are reduced, but for their latency, and so at
     most the time in which the link is waited for. What the change itself computes is not counted. "local"
-    hides an average behind the steps of a round, but for what the cores do to move it. Twice the batch counts
-    as twice the computing. Cores that are busy stay so: what only hides more does not free them.
+    hides an average behind the steps of a round: what moving it takes of the cores is not counted, nor that
+    computing is faster with less of it beside. Twice the batch counts as twice the computing. Cores that are
+    busy stay so: what only hides more does not free them.
 
     Args:
         parts: Of the run.
@@ -260,8 +261,7 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
         what = "twice the batch, in samples per second"
         found.append(Change(what, 2 * parts.step_s / twice_s, "steps of another size, other results"))
         if "local" not in refused:
-            moving_s = max(0.0, parts.busy_s - parts.own_s)
-            left_s = max(parts.reducing_s / EVERY - parts.own_s, moving_s / EVERY)
+            left_s = max(0.0, parts.reducing_s / EVERY - parts.own_s)
             saved_s = parts.link_s - left_s + parts.waiting_s * (1 - 1 / EVERY)
             add(f'overlap="local", every={EVERY}', saved_s, _OTHER)
     share = _WIRE_SHARES.get(compression) if isinstance(compression, str | None) else None
