@@ -19,18 +19,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from bench.command import status_of
 from bench.errors import BenchError
 from bench.hosts.hosts import Hosts
 from bench.hosts.rank_benchmark import hosts_of
 from bench.metrics import format_time, table
-from bench.rounds.record import Case, Task
+from bench.rounds.record import UNTIL_BUILT, Case, Task
 from bench.rounds.round import run_round
 from bench.systems import SYSTEMS, System
 from bench.systems.system import usual_python
-from hvpipe.trace.advice import EVERY, changes, step_parts
+from hvpipe.trace.advice import changes, step_parts
 from hvpipe.trace.events import Trace
 
 CASES = (
@@ -48,7 +48,6 @@ CASES = (
 _EXACT = ("none", "backward", "step")  # of which there is advice
 _CLOSE = 0.15
 _LIMIT_S = 900.0
-_WARM_UP = 2 * EVERY + 3  # until then "local" has built the graphs of a round's end
 _STEPS, _LOCAL_STEPS = 30, 64
 _MODE = re.compile(r'overlap="(\w+)"(?:, every=(\d+))?|compression="(\w+)"')
 
@@ -60,12 +59,12 @@ def trained(
     usual = SYSTEMS["hvpipe-local" if options["overlap"] == "local" else "hvpipe-step"]
     system: System = replace(usual, name="hvpipe", options=options, environment={"HVPIPE_TRACE": str(trace)})
     steps = _LOCAL_STEPS if options["overlap"] == "local" else _STEPS
-    task = Task(workload, batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=_WARM_UP, steps=steps)
+    task = Task(workload, batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=UNTIL_BUILT, steps=steps)
     case = Case("hvpipe", cluster, hosts.spec.slots, task)
     found = run_round(case, 0, hosts, _LIMIT_S, python=usual_python(), systems={"hvpipe": system})
     if not found.ok:
         raise BenchError(f"A case should train. Received: {found.why}")
-    return max(fmean(rank.step_s[EVERY:]) for rank in found.ranks)
+    return found.usual_s
 
 
 def row(case: tuple[str, str, int, str], rounds: int) -> list[str]:

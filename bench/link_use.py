@@ -3,7 +3,8 @@
     python -m bench.link_use --cluster 2x50mbit
 
 Each system trains MobileNetV2 for some steps. Every 20 ms a process on the first host reads how many bytes
-its network interface has sent. The timed steps count, to the end of the last average.
+its network interface has sent. The timed steps count, to the end of the last average. The step itself is that
+of a long training: without its first round and without the wait for the last average.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bench.errors import BenchError
 from bench.hosts.hosts import Hosts
 from bench.hosts.rank_benchmark import hosts_of
 from bench.metrics import format_time, table
-from bench.rounds.record import Case, Task
+from bench.rounds.record import UNTIL_BUILT, Case, Task
 from bench.rounds.round import run_round
 from bench.systems import SYSTEMS
 from bench.systems.system import usual_python
@@ -49,7 +50,8 @@ def row(system: str, cluster: str, hosts: Hosts, batch: int) -> list[str]:
     rate = hosts.spec.slowest_rate_bits_per_s
     if rate is None:
         raise BenchError(f"The cluster should have limited links. Received: --cluster {cluster}")
-    task = Task("mobilenetv2", batch, threads=max(1, int(hosts.cores_of_rank())), warm_up=3, steps=_STEPS)
+    threads = max(1, int(hosts.cores_of_rank()))
+    task = Task("mobilenetv2", batch, threads=threads, warm_up=UNTIL_BUILT, steps=_STEPS)
     case = Case(system, cluster, hosts.spec.slots, task)
     look = [sys.executable, "-c", _LOOK.format(interface=INTERFACE, every_s=_EVERY_S)]
     command = hosts.plain_command(hosts.spec.hosts[0].name, look)
@@ -63,10 +65,11 @@ def row(system: str, cluster: str, hosts: Hosts, batch: int) -> list[str]:
         pairs = [line.split() for line in file.read().splitlines()[:-1]]  # the last one may be cut
     if not found.ok:
         raise BenchError(f"A system should train. Received: {found.why}")
-    step_s = found.wall_s
-    looks = training([(float(at_s), int(sent)) for at_s, sent in pairs], step_s * _STEPS, rate / 8 * _QUIET)
+    took_s = found.wall_s * _STEPS
+    looks = training([(float(at_s), int(sent)) for at_s, sent in pairs], took_s, rate / 8 * _QUIET)
     shares = [each * 8 / rate for each in rates(looks, _WINDOW_S)]
     used, mean, idle = max(shares), fmean(shares), fmean(share < _QUIET for share in shares)
+    step_s = found.usual_s
     return [system, format_time(step_s), f"{mean:.0%}", f"{used:.0%}", f"{used / mean:.1f}", f"{idle:.0%}"]
 
 

@@ -10,10 +10,16 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, is_dataclass
+from statistics import fmean
 from typing import Any, get_args, get_origin, get_type_hints
 
 NOT_UP = "the hosts were not up: "  # a reason that begins so blames a cluster or its hosts, not a system
 ALONE = "single"  # the system that computes without sharing
+
+ROUND = 8
+"""Steps of a round of "local". In the first one nothing is on its way."""
+UNTIL_BUILT = 2 * ROUND + 3
+"""Steps of a warm-up in which "local" builds all graphs of a round's end."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,11 @@ class Round:
     def wall_s(self) -> float:
         """The mean step with draining, of the slowest rank."""
         return max(rank.wall_s for rank in self.ranks)
+
+    @property
+    def usual_s(self) -> float:
+        """The mean step of the slowest rank, as of a long training: without draining and a first round."""
+        return max(fmean(rank.step_s[ROUND:]) for rank in self.ranks)
 
     @property
     def ok(self) -> bool:

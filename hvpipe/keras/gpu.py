@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,21 @@ def on_the_host() -> Any:
     that was enqueued there before.
     """
     return tf.device("CPU:0")
+
+
+def computes_with_onednn() -> bool | None:
+    """Return whether TensorFlow computes on this CPU with oneDNN; None if that is not known, or no choice.
+
+    TensorFlow does so by itself only on x86 with AVX-512's VNNI or newer, unless TF_ENABLE_ONEDNN_OPTS says
+    otherwise.
+    """
+    if platform.machine() != "x86_64":
+        return None
+    try:
+        from tensorflow.python.util._pywrap_util_port import IsMklEnabled
+    except ImportError:
+        return None
+    return bool(IsMklEnabled())
 
 
 def has_gpu() -> bool:

@@ -47,6 +47,7 @@ class StepParts:
         late_s: What computing, update and rest take longer on this rank than in the mean of the ranks.
         ranks: How many ranks there are.
         reduces: How many buckets are reduced in a step.
+        onednn: Whether TensorFlow computed with oneDNN; None: not known.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class StepParts:
     late_s: float
     ranks: int
     reduces: float = 0.0
+    onednn: bool | None = None
 
     @property
     def own_s(self) -> float:
@@ -110,7 +112,9 @@ def step_parts(trace: Trace) -> StepParts | str:
         late_s = slowest.own_s - fmean(parts.own_s for parts in known)
     except (OverflowError, ValueError) as error:
         raise HvpipeError(f"In a trace, times should be seconds of a run. Received: {error}") from error
-    return replace(slowest, late_s=late_s, ranks=len(known))
+    onednn = trained_with.get("onednn") if isinstance(trained_with, dict) else None
+    onednn = onednn if isinstance(onednn, bool) else None
+    return replace(slowest, late_s=late_s, ranks=len(known), onednn=onednn)
 
 
 def _whole_number(document: Any, name: str) -> int:
@@ -230,8 +234,9 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
 
     A change that sends less shortens the time in which buckets are reduced, but for their latency, and so at
     most the time in which the link is waited for. What the change itself computes is not counted. "local"
-    hides an average behind the steps of a round, but for what the cores do to move it. Twice the batch counts
-    as twice the computing. Cores that are busy stay so: what only hides more does not free them.
+    hides an average behind the steps of a round: what moving it takes of the cores is not counted, nor that
+    computing is faster with less of it beside. Twice the batch counts as twice the computing. Cores that are
+    busy stay so: what only hides more does not free them.
 
     Args:
         parts: Of the run.
@@ -256,8 +261,7 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
         what = "twice the batch, in samples per second"
         found.append(Change(what, 2 * parts.step_s / twice_s, "steps of another size, other results"))
         if "local" not in refused:
-            moving_s = max(0.0, parts.busy_s - parts.own_s)
-            left_s = max(parts.reducing_s / EVERY - parts.own_s, moving_s / EVERY)
+            left_s = max(0.0, parts.reducing_s / EVERY - parts.own_s)
             saved_s = parts.link_s - left_s + parts.waiting_s * (1 - 1 / EVERY)
             add(f'overlap="local", every={EVERY}', saved_s, _OTHER)
     share = _WIRE_SHARES.get(compression) if isinstance(compression, str | None) else None
@@ -288,6 +292,11 @@ def describe(parts: StepParts, found: Sequence[Change]) -> str:
     if parts.late_s / parts.step_s >= _WORTH - 1:
         late = f"{parts.late_s / parts.step_s:.0%}"
         lines.append(f"rank {parts.rank} takes longest of all: {late} of a step more than the mean rank")
+    if parts.onednn is False and parts.computing_s > parts.step_s / 2:
+        lines.append(
+            "TensorFlow computed without oneDNN, as it does on CPUs without AVX-512: try "
+            "TF_ENABLE_ONEDNN_OPTS=1, which rounds otherwise and may make convolutions much faster"
+        )
     fixed_s = parts.rest_s + min(parts.link_s, parts.latency_s)
     if parts.step_s < _SMALL_S and fixed_s / parts.step_s > _SMALL_SHARE:
         lines.append(

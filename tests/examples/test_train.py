@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import struct
 import sys
@@ -147,6 +148,7 @@ def traced(trace: Path, *options: str | Path) -> Run:
     assert advised.ranks == 2
     assert min(advised.computing_s, advised.update_s, advised.reducing_s) > 0, advised
     assert read.metadata["trained_with"]["refuses"] == []
+    assert isinstance(read.metadata["trained_with"]["onednn"], bool) == (platform.machine() == "x86_64")
     return result
 
 

@@ -197,8 +197,7 @@ def test_busy_cores_are_not_freed_by_hiding_more() -> None:
     busy = replace(PARTS, busy_s=9.0)
     found = speedups(busy, overlap="none", compression="int8")
     assert found['overlap="step"'] == pytest.approx(10 / 9)
-    # Of 9 s, 8 are the rank's own: the other one moves bytes, once in a round.
-    assert found['overlap="local", every=8'] == pytest.approx(10 / (8 + 1 / 8))
+    assert found['overlap="local", every=8'] == pytest.approx(10 / 8)
     looks = [
         Event("host busy", "utilization", rank, "u", at_s, at_s, {"share": share})
         for rank in range(2)
@@ -226,6 +225,16 @@ def test_small_steps() -> None:
     assert "share the 22% that do not depend on their size\n" in said
     assert speedups(small, overlap="step", refuses=["local"])['compression="int8"'] == pytest.approx(10 / 9.4)
     assert "steps are small" not in describe(replace(small, computing_s=20e-3), [])
+
+
+def test_computing_without_onednn_is_named_where_it_counts() -> None:
+    assert parts_of(trace(onednn=False)).onednn is False
+    assert parts_of(trace(onednn="x")).onednn is None
+    without = replace(PARTS, computing_s=20.0, onednn=False)
+    assert "TF_ENABLE_ONEDNN_OPTS=1" in describe(without, [])
+    others: list[dict[str, Any]] = [{"onednn": True}, {"onednn": None}, {"link_s": 30.0}]
+    for other in others:
+        assert "oneDNN" not in describe(replace(without, **other), [])
 
 
 def test_a_late_rank_is_named() -> None:

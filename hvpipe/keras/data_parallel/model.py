@@ -22,6 +22,7 @@ from hvpipe.keras.data_parallel.overlap_modes import overlap_named
 from hvpipe.keras.data_parallel.samples import SamplesIn
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.data_parallel.verify import chosen_interval
+from hvpipe.keras.gpu import computes_with_onednn
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.named.sync_batch_norm import normalise_over_ranks
 from hvpipe.keras.supported import described_type
@@ -176,6 +177,7 @@ def data_parallel(
     told["refuses"] = ["local"] if nonfinite != "ignore" or verify_every or sync_batch_norm else []
     told["refuses"] += ["local", "int8"] if session.settings.elastic else []
     told["warmup_steps"] = warmup_steps if compresses or not mode.exact else 0
+    told["onednn"] = computes_with_onednn()
     session.trained_with = told
     DataParallel(model, methods, steps, elastic).attach()
     keep_in_copies(model, again)
