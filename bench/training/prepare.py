@@ -12,7 +12,7 @@ from hvpipe.engine.rank_gpu import assign_gpu
 def prepare_tensorflow(threads: int) -> Any:
     """Import Keras on TensorFlow with quiet logs and `threads` threads per operation. Call it once, first.
 
-    TensorFlow computes with oneDNN on all CPUs, as PyTorch does. On CPUs without AVX-512 it would not by itself.
+    TensorFlow computes with oneDNN, as PyTorch does. On CPUs without AVX-512 it would not by itself.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
