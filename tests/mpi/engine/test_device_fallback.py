@@ -132,7 +132,7 @@ def test_an_nccl_that_does_not_start_is_used_on_no_rank(
         monkeypatch.setenv("FAKE_NCCL", how)
     start = time.monotonic()
     assert engine.use_gpus_of_all(hvpipe.local_rank())
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 20
     monkeypatch.delenv("FAKE_NCCL", raising=False)
     route = engine.use_device()
     assert route.startswith("through the host: NCCL did not start on rank")
