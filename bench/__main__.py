@@ -75,12 +75,14 @@ def make_parser() -> argparse.ArgumentParser:
         each.add_argument(
             "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
         )
-    report = commands.add_parser("report", help="print the figures of a folder")
+    report = commands.add_parser("report", help="print the figures of one or several folders")
     advise = commands.add_parser("advise", help="say which mode to use, and what each would gain at best")
     readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
     readme.add_argument("--file", type=Path, default=ROOT / "bench" / "README.md", help="another file")
-    for each in (report, advise, readme):
+    for each in (advise, readme):
         each.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
+    several = "results.jsonl, or its folder; several: of runs with different cases"
+    report.add_argument("folders", type=Path, metavar="DIR", nargs="+", help=several)
     report.add_argument("--plot", type=Path, metavar="FILE", help="also draw the steps: a .svg or .png file")
     for one in (prints, step, tune_, report, advise):
         one.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -198,7 +200,7 @@ def _python(given: str | None) -> str:
 
 
 def _report(options: argparse.Namespace) -> int:
-    outcome = EvaluationOutcome.read(options.folder)
+    outcome = EvaluationOutcome.joined([EvaluationOutcome.read(folder) for folder in options.folders])
     if options.plot is not None:
         bars.draw(outcome, options.plot)
     return _finish(outcome, options.json)

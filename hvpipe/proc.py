@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
+
+_THREADS = Path("/proc/self/task")
+_OF_A_THREAD = (
+    0b110  # a clock: CPUCLOCK_PERTHREAD_MASK and CPUCLOCK_SCHED of the kernel's posix-timers_types.h
+)
 
 
 def boot_id() -> str:
@@ -26,3 +34,49 @@ def started_s(pid: int) -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return None if state in "ZX" else started_s
+
+
+class ThreadMeter:
+    """Measures the cores that threads of this process keep busy between readings, by the threads' names.
+
+    Threads may begin and end. It looks for new ones after 1, 2, 4, ... readings, and when one has ended: to
+    read the names of all threads takes long.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        """Take names as Linux keeps them, of at most 15 characters."""
+        self._names = frozenset(names)
+        self._used_s: dict[int, float] = {}
+        self._looks = 0
+        self._at_s = time.monotonic()
+
+    def look(self) -> float | None:
+        """Return the cores busy since the last reading; None if it knew none of the threads."""
+        now_s, before_s = time.monotonic(), self._at_s
+        used_s = {thread: s for thread in self._used_s if (s := _used_s(thread)) is not None}
+        busy_s = sum(s - self._used_s[thread] for thread, s in used_s.items())
+        known = bool(used_s) and now_s > before_s
+        self._looks += 1
+        if len(used_s) < len(self._used_s) or self._looks & (self._looks - 1) == 0:
+            new = {thread: _used_s(thread) for thread in self._found() if thread not in used_s}
+            used_s |= {thread: s for thread, s in new.items() if s is not None}
+        self._used_s, self._at_s = used_s, now_s
+        return busy_s / (now_s - before_s) if known else None
+
+    def _found(self) -> list[int]:
+        """Return the kernel's numbers of all threads of these names."""
+        found = []
+        with suppress(OSError):  # no /proc, or a thread has ended meanwhile
+            for thread in _THREADS.iterdir():
+                with suppress(OSError):
+                    if (thread / "comm").read_text().strip() in self._names:
+                        found.append(int(thread.name))
+        return found
+
+
+def _used_s(thread: int) -> float | None:
+    """Return the CPU time of a thread of this process; None if it has ended."""
+    try:
+        return time.clock_gettime(~thread << 3 | _OF_A_THREAD)
+    except OSError:
+        return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,42 @@ class EvaluationOutcome:
             raise BenchError(f"Results should be a file that can be read. Received: {file}") from error
         except BenchError as error:
             raise BenchError(f"{file}: {error}") from error
+
+    @staticmethod
+    def joined(outcomes: Sequence[EvaluationOutcome]) -> EvaluationOutcome:
+        """Return one outcome of all groups, each from one run, as if the first run had gone on.
+
+        Raises:
+            BenchError: A group is in two of the runs, or they were not on the same machine and clusters.
+        """
+        first = outcomes[0]
+        clusters = {each.name: each for outcome in outcomes for each in outcome.setting.clusters}
+        seen: set[str] = set()
+        for outcome in outcomes:
+            groups, setting = {each.case.group for each in outcome.rounds}, outcome.setting
+            if twice := sorted(seen & groups):
+                raise BenchError(
+                    f"Each group of cases should be in one of the runs. Received: {twice[0]}, twice"
+                )
+            seen |= groups
+            here = [setting.machine.cpu, setting.machine.cores, *setting.clusters]
+            machine = first.setting.machine
+            there = [machine.cpu, machine.cores, *(clusters[each.name] for each in setting.clusters)]
+            for mine, other in zip(here, there, strict=True):
+                if mine != other:
+                    raise BenchError(
+                        f"Runs should be of one machine and its clusters. Received: {other}, and {mine}"
+                    )
+        plan = {
+            **first.setting.plan,
+            "groups": [g for of in outcomes for g in of.setting.plan.get("groups", [])],
+        }
+        notes = tuple(dict.fromkeys(note for of in outcomes for note in of.setting.notes))
+        return EvaluationOutcome(
+            replace(first.setting, clusters=tuple(clusters.values()), plan=plan, notes=notes),
+            tuple(round_ for of in outcomes for round_ in of.rounds),
+            tuple(link for of in outcomes for link in of.links),
+        )
 
 
 def _parsed(text: str) -> EvaluationOutcome:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.rounds.record import ROUND
 from bench.systems.system import System, read_tuned
 
 __all__ = ["SYSTEMS", "System"]
@@ -119,11 +120,11 @@ _ALL = (
     *(
         _hvpipe(
             name,
-            f"averages every 8 steps{of_what}",
-            {"overlap": "local", "every": "8", **options},
+            f"averages every {ROUND} steps{of_what}",
+            {"overlap": "local", "every": str(ROUND), **options},
             exact=False,
             uneven=True,
-            least_steps=24,  # three averages, of which only the last one waits for the link
+            least_steps=3 * ROUND,  # three averages, of which only the last one waits for the link
         )
         for name, of_what, options in (("local", "", {}), ("local-int8", ", int8", {"compression": "int8"}))
     ),

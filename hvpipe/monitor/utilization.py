@@ -13,11 +13,13 @@ from hvpipe.environment.this_host import CpuMeter
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.gpu_meter import GpuMeter
 from hvpipe.monitor.nvml import NvmlMissing
+from hvpipe.proc import ThreadMeter
 from hvpipe.trace.events import Event
 from hvpipe.trace.sample import GpuReading, Sample, Utilization, sample_events, summarise_samples
 
 PERIOD_S = 0.1
 _MOST_OF_A_CORE = 0.008  # the last look comes on top, and docs/gpu.md promises less than 0.01 in all
+_COMMUNICATION_THREADS = ("hvpipe progress", "hvpipe MPI sums")  # their names in csrc
 _MOST_SAMPLES = 18_000  # half an hour at 10 Hz; some 20 MB
 
 
@@ -98,9 +100,9 @@ class Sampler:
         return list(self._notes)
 
     def _run(self) -> None:
-        processor = CpuMeter()
+        meters = CpuMeter(), ThreadMeter(_COMMUNICATION_THREADS)
         with self._open_gpu() as gpu:
-            self._look_until_stopped(processor, gpu)
+            self._look_until_stopped(meters, gpu)
 
     @contextlib.contextmanager
     def _open_gpu(self) -> Iterator[GpuMeter | None]:
@@ -117,7 +119,7 @@ class Sampler:
             self._notes.extend(meter.notes())
             meter.close()
 
-    def _look_until_stopped(self, processor: CpuMeter, gpu: GpuMeter | None) -> None:
+    def _look_until_stopped(self, meters: tuple[CpuMeter, ThreadMeter], gpu: GpuMeter | None) -> None:
         period_s = self._options.period_s
         keep_every, looks = 1, 0
         began_s = due_s = time.monotonic()
@@ -127,7 +129,7 @@ class Sampler:
             due_s = max(due_s + period_s, time.monotonic())
             stopping = self._stopping.wait(due_s - time.monotonic())
             before_s = time.thread_time()
-            sample = _look(processor, gpu)
+            sample = _look(*meters, gpu)
             if looks % keep_every == 0 or stopping:
                 self._samples.append(sample)
             looks += 1
@@ -142,7 +144,7 @@ class Sampler:
         self._looked_s = time.monotonic() - began_s
 
 
-def _look(processor: CpuMeter, gpu: GpuMeter | None) -> Sample:
+def _look(processor: CpuMeter, communication: ThreadMeter, gpu: GpuMeter | None) -> Sample:
     now_s = time.monotonic()
     reading = gpu.look(now_s) if gpu is not None else GpuReading()
-    return Sample(now_s, *processor.look(), reading)
+    return Sample(now_s, *processor.look(), reading, communication.look())

@@ -26,6 +26,13 @@ _PAUSE = 0.5  # of a usual step: a longer time in which nothing is recorded is n
 _WORTH, _MOST = 1.03, 3
 _LATENCY_S = 200e-6  # of a reduce, whatever its size: an estimate for ranks whose cores compute meanwhile
 _SMALL_S, _SMALL_SHARE = 0.02, 0.2  # a step, of which this share does not depend on its size
+_FIGURES = {
+    "host busy": "share",
+    "cores busy with this rank": "cores",
+    "cores busy with communication": "cores",
+}
+_LEAST_CORES = 0.1
+_FULL = 0.9  # of the computing time: no cores are free beside it if the host is busy for so long
 _OTHER = "another algorithm, other results"
 
 
@@ -45,6 +52,8 @@ class StepParts:
         busy_s: The mean core of the rank's host is busy; 0 if that was not sampled. What only moves work
             cannot make a step shorter.
         late_s: What computing, update and rest take longer on this rank than in the mean of the ranks.
+        moving_s: What a rank that does nothing else would take to move a step's data with the cores that it
+            computes on; 0 if cores are free for it, or it is not known.
         ranks: How many ranks there are.
         reduces: How many buckets are reduced in a step.
         onednn: Whether TensorFlow computed with oneDNN; None: not known.
@@ -62,6 +71,7 @@ class StepParts:
     late_s: float
     ranks: int
     reduces: float = 0.0
+    moving_s: float = 0.0
     onednn: bool | None = None
 
     @property
@@ -73,6 +83,12 @@ class StepParts:
     def step_s(self) -> float:
         """The whole step."""
         return self.own_s + self.link_s + self.waiting_s
+
+    @property
+    def slowed_s(self) -> float:
+        """Of `computing_s`, what moving data beside it takes of the cores."""
+        beside = 1 - self.link_s / self.reducing_s if self.reducing_s > 0 else 0.0
+        return min(self.moving_s * max(0.0, beside), self.computing_s / 2)
 
     @property
     def latency_s(self) -> float:
@@ -176,6 +192,11 @@ def _parts_of(trace: Trace, rank: int, skipped: int, late: Sequence[Interval]) -
     whole_s, model_s, busy_s, sent_s, known_s, forward_s, reducing_s = map(fmean, zip(*rows, strict=True))
     if whole_s <= 0:
         return "its steps take no time"
+    means = _mean_figures(trace, rank, steps[0][0], steps[-1][1])
+    host_s, used_s, moved_s = (means.get(name, 0.0) * whole_s for name in _FIGURES)
+    waited_share = (sent_s - busy_s) / reducing_s if reducing_s > 0 else 0.0
+    cores = (used_s - moved_s * waited_share) / max(busy_s, 1e-9)  # that it computes on
+    shared = cores > _LEAST_CORES and host_s >= _FULL * busy_s
     return StepParts(
         rank,
         computing_s=model_s,
@@ -185,9 +206,10 @@ def _parts_of(trace: Trace, rank: int, skipped: int, late: Sequence[Interval]) -
         rest_s=whole_s - known_s,
         forward_s=forward_s,
         reducing_s=reducing_s,
-        busy_s=_busy_share(trace, rank, steps[0][0], steps[-1][1]) * whole_s,
+        busy_s=min(host_s, whole_s),
         late_s=0.0,
         ranks=1,
+        moving_s=moved_s / cores if shared else 0.0,
         reduces=_begun_within(steps, trace.of("reduce", rank)) / len(steps),
     )
 
@@ -197,17 +219,22 @@ def _begun_within(steps: Sequence[Interval], events: Iterable[Event]) -> int:
     return sum(steps[0][0] <= event.start_s <= steps[-1][1] for event in events)
 
 
-def _busy_share(trace: Trace, rank: int, start_s: float, end_s: float) -> float:
-    """Return the mean share of the cores of the rank's host that are busy within a time; 0 if not known."""
-    looks = [e for e in trace.of("utilization", rank) if e.name == "host busy"]
-    spans = [
-        (now.start_s - before.start_s, now.args.get("share"))
-        for before, now in pairwise(looks)
-        if start_s <= before.start_s and now.start_s <= end_s
-    ]
-    known = [(span_s, share) for span_s, share in spans if isinstance(share, int | float)]
-    whole_s = sum(span_s for span_s, _ in known)
-    return min(1.0, sum(span_s * share for span_s, share in known) / whole_s) if whole_s > 0 else 0.0
+def _mean_figures(trace: Trace, rank: int, start_s: float, end_s: float) -> dict[str, float]:
+    """Return the means of the sampled figures of a rank within a time, of those that are known."""
+    found: dict[str, float] = {}
+    for name, key in _FIGURES.items():
+        looks = [event for event in trace.of("utilization", rank) if event.name == name]
+        spans = [
+            (now.start_s - before.start_s, now.args.get(key))
+            for before, now in pairwise(looks)
+            if start_s <= before.start_s and now.start_s <= end_s
+        ]
+        known = [
+            (span_s, value) for span_s, value in spans if isinstance(value, int | float) and 0 <= value < inf
+        ]
+        if (whole_s := sum(span_s for span_s, _ in known)) > 0:
+            found[name] = sum(span_s * value for span_s, value in known) / whole_s
+    return found
 
 
 def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
@@ -234,9 +261,9 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
 
     A change that sends less shortens the time in which buckets are reduced, but for their latency, and so at
     most the time in which the link is waited for. What the change itself computes is not counted. "local"
-    hides an average behind the steps of a round: what moving it takes of the cores is not counted, nor that
-    computing is faster with less of it beside. Twice the batch counts as twice the computing. Cores that are
-    busy stay so: what only hides more does not free them.
+    hides an average behind the steps of a round. Twice the batch counts as twice the computing. Where data
+    moves on the cores that compute, computing takes longer: less with "local", and no more with twice the
+    batch. Cores that are busy stay so: what only hides more does not free them.
 
     Args:
         parts: Of the run.
@@ -257,12 +284,13 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
         free_s = parts.step_s - parts.busy_s
         add('overlap="step"', min(parts.link_s, parts.computing_s - hidden_s[overlap], free_s))
         more_hidden_s = min(parts.link_s, hidden_s[overlap], free_s)
-        twice_s = parts.step_s + parts.computing_s - more_hidden_s
+        twice_s = parts.step_s + parts.computing_s - parts.slowed_s - more_hidden_s
         what = "twice the batch, in samples per second"
         found.append(Change(what, 2 * parts.step_s / twice_s, "steps of another size, other results"))
         if "local" not in refused:
             left_s = max(0.0, parts.reducing_s / EVERY - parts.own_s)
             saved_s = parts.link_s - left_s + parts.waiting_s * (1 - 1 / EVERY)
+            saved_s += parts.slowed_s - parts.moving_s / EVERY
             add(f'overlap="local", every={EVERY}', saved_s, _OTHER)
     share = _WIRE_SHARES.get(compression) if isinstance(compression, str | None) else None
     if share is not None and overlap in hidden_s:

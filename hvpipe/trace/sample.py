@@ -34,13 +34,18 @@ class GpuReading:
 
 @dataclass(frozen=True)
 class Sample:
-    """One reading of the host, the process and its GPU. Shares are 0 to 1; None if it cannot be measured."""
+    """One reading of the host, the process and its GPU. Shares are 0 to 1; None if it cannot be measured.
+
+    `communication_cores` is the part of `process_cores` that hvpipe's own threads take: what moving data and
+    adding it up costs.
+    """
 
     time_s: float
     process_cores: float | None
     system_share: float | None
     resident_bytes: int | None
     gpu: GpuReading = field(default_factory=GpuReading)
+    communication_cores: float | None = None
 
     def to_row(self) -> dict[str, float | None]:
         """Return all figures by name; the GPU's names begin with gpu_."""
@@ -108,6 +113,7 @@ def sample_events(sample: Sample, rank: int) -> list[Event]:
     gpu = sample.gpu
     return [
         *curve("cores busy with this rank", cores=sample.process_cores),
+        *curve("cores busy with communication", cores=sample.communication_cores),
         *curve("host busy", share=sample.system_share),
         *curve("memory", MB=_mega(sample.resident_bytes)),
         *curve("GPU busy", share=gpu.share),

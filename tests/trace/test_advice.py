@@ -207,6 +207,35 @@ def test_busy_cores_are_not_freed_by_hiding_more() -> None:
     assert sampled.busy_s == pytest.approx(10 * (4 * 0.5 + 12 * 0.9) / 16)
 
 
+def sampled(host: float, rank: float, communication: float) -> Trace:
+    """Return the run with the mean share of busy cores, and the cores of a rank and its communication."""
+    looks = [
+        Event(name, "utilization", rank_, "u", at_s, at_s, {key: value})
+        for name, key, value in (
+            ("host busy", "share", host),
+            ("cores busy with this rank", "cores", rank),
+            ("cores busy with communication", "cores", communication),
+        )
+        for rank_ in range(2)
+        for at_s in (21.0, 37.0)
+    ]
+    return Trace((*trace().events, *looks), {})
+
+
+def test_moving_data_beside_computing_slows_it() -> None:
+    """In a step of 10 s the rank computes for 7 on its core; 2 core-seconds move data, all while it waits."""
+    assert parts_of(sampled(0.9, 0.9, 0.2)).moving_s == pytest.approx(2)
+    assert parts_of(sampled(0.9, 1.6, 0.2)).moving_s == pytest.approx(1)  # it computes on two cores
+    assert parts_of(sampled(0.6, 0.9, 0.2)).moving_s == 0  # cores are free
+    for strange in (float("nan"), float("inf"), -1.0, 0.0):
+        assert parts_of(sampled(0.9, strange, 0.2)).moving_s == 0
+        assert parts_of(sampled(0.9, 0.9, strange)).moving_s == 0
+    # A third of the reducing is beside computing.
+    found = speedups(replace(PARTS, moving_s=3.0, busy_s=9.0), overlap="step", refuses=["int8", "bf16"])
+    assert found["twice the batch, in samples per second"] == pytest.approx(20 / 14)
+    assert found['overlap="local", every=8'] == pytest.approx(10 / (8 - 1 + 3 / 8))
+
+
 def test_a_run_that_only_computes() -> None:
     alone = StepParts(
         0, 6.0, 0.0, 0.0, 0.0, 0.0, forward_s=3.0, reducing_s=3.0, busy_s=0.0, late_s=0.0, ranks=2

@@ -296,3 +296,19 @@ def test_the_rounds_left_are_told(tmp_path: Path) -> None:
 )
 def test_a_failure_summarised_in_one_line(error: str, why: str) -> None:
     assert Round(Case("a", "b", 2, Task("digits", 8)), 0, error=error).why == why
+
+
+def test_runs_of_different_cases_are_joined(tmp_path: Path) -> None:
+    first, _ = run(tmp_path, Systems())
+    task = replace(SUITE.groups[0].task, batch=16)
+    rest = Suite("rest", "The rest", (replace(SUITE.groups[0], task=task),))
+    second, _ = run(tmp_path / "rest", Systems(), rest)
+    joined = EvaluationOutcome.joined([first, second])
+    assert joined.rounds == first.rounds + second.rounds
+    assert joined.setting.title == first.setting.title
+    assert len(joined.setting.plan["groups"]) == len(SUITE.groups) + 1
+    with pytest.raises(BenchError, match=r"in one of the runs. Received: digits-64/8/.*, twice"):
+        EvaluationOutcome.joined([first, first])
+    other = replace(second, setting=replace(second.setting, machine=replace(second.setting.machine, cores=7)))
+    with pytest.raises(BenchError, match=r"one machine and its clusters. Received: \d+, and 7"):
+        EvaluationOutcome.joined([first, other])
