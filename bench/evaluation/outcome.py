@@ -14,7 +14,7 @@ from typing import Any
 from bench.errors import BenchError
 from bench.hosts.hardware import HostHardware
 from bench.hosts.links import LinkFacts
-from bench.rounds.record import Case, Round, from_dict
+from bench.rounds.record import Case, Round, Task, from_dict
 from hvpipe.config_file import fingerprint
 
 FILE = "results.jsonl"
@@ -94,16 +94,25 @@ class EvaluationOutcome:
                     raise BenchError(
                         f"Runs should be of one machine and its clusters. Received: {other}, and {mine}"
                     )
-        plan = {
-            **first.setting.plan,
-            "groups": [g for of in outcomes for g in of.setting.plan.get("groups", [])],
-        }
+        plan = {**first.setting.plan, "groups": [*_planned(outcomes).values()]}
         notes = tuple(dict.fromkeys(note for of in outcomes for note in of.setting.notes))
         return EvaluationOutcome(
             replace(first.setting, clusters=tuple(clusters.values()), plan=plan, notes=notes),
             tuple(round_ for of in outcomes for round_ in of.rounds),
             tuple(link for of in outcomes for link in of.links),
         )
+
+
+def _planned(outcomes: Sequence[EvaluationOutcome]) -> dict[str, dict[str, Any]]:
+    """Return the planned groups of cases by key, each as in the run that has measured it."""
+    found: dict[str, dict[str, Any]] = {}
+    for outcome in outcomes:
+        measured = {each.case.group for each in outcome.rounds}
+        for group in outcome.setting.plan.get("groups", []):
+            case = Case("", group["cluster"], group["ranks"], from_dict(Task, group["task"]))
+            if case.group in measured or case.group not in found:
+                found[case.group] = group
+    return found
 
 
 def _parsed(text: str) -> EvaluationOutcome:

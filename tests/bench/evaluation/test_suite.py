@@ -26,7 +26,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_the_suites_are_valid_and_name_systems_that_exist() -> None:
-    assert suite_names() == ["accuracy", "curve", "quick", "rivals"]
+    assert suite_names() == ["accuracy", "curve", "quick", "rivals", "rivals-large"]
     for name in suite_names():
         assert read_suite(name, tuple(ALL_SYSTEMS)).groups
 
