@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     readme.add_argument("--file", type=Path, default=ROOT / "bench" / "README.md", help="another file")
     for each in (advise, readme):
         each.add_argument("folder", type=Path, metavar="DIR", help="results.jsonl, or its folder")
-    several = "results.jsonl, or its folder; several: of runs with different cases"
+    several = "results.jsonl, or its folder; several if their cases differ"
     report.add_argument("folders", type=Path, metavar="DIR", nargs="+", help=several)
     report.add_argument("--plot", type=Path, metavar="FILE", help="also draw the steps: a .svg or .png file")
     for one in (prints, step, tune_, report, advise):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
+_EVERY = 32
 _OF_A_THREAD = (
     0b110  # a clock: CPUCLOCK_PERTHREAD_MASK and CPUCLOCK_SCHED of the kernel's posix-timers_types.h
 )
@@ -39,8 +40,8 @@ def started_s(pid: int) -> float | None:
 class ThreadMeter:
     """Measures the cores that threads of this process keep busy between readings, by the threads' names.
 
-    Threads may begin and end. It looks for new ones after 1, 2, 4, ... readings, and when one has ended: to
-    read the names of all threads takes long.
+    Threads may begin and end. New ones are looked for when one has ended, and at every 32nd reading: to read
+    the names of all threads takes some ms.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -57,7 +58,7 @@ class ThreadMeter:
         busy_s = sum(s - self._used_s[thread] for thread, s in used_s.items())
         known = bool(used_s) and now_s > before_s
         self._looks += 1
-        if len(used_s) < len(self._used_s) or self._looks & (self._looks - 1) == 0:
+        if len(used_s) < len(self._used_s) or self._looks % _EVERY == 1:
             new = {thread: _used_s(thread) for thread in self._found() if thread not in used_s}
             used_s |= {thread: s for thread, s in new.items() if s is not None}
         self._used_s, self._at_s = used_s, now_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hvpipe.proc import ThreadMeter
@@ -34,13 +34,12 @@ def working(name: bytes) -> Iterator[None]:
         thread.join()
 
 
-def used(meter: ThreadMeter) -> float | None:
-    """Look until there is a figure above 0, or for some readings."""
-    found = None
-    for _ in range(200):
-        time.sleep(0.001)  # so that a thread computes meanwhile
-        if found := meter.look():
-            break
+def until(meter: ThreadMeter, wanted: Callable[[float | None], bool]) -> float | None:
+    """Look until a figure is as wanted, and return it."""
+    deadline_s = time.monotonic() + 60
+    while not wanted(found := meter.look()):
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.001)  # so that a thread works meanwhile
     return found
 
 
@@ -48,10 +47,11 @@ def test_only_threads_of_a_name_are_measured() -> None:
     meter, other = ThreadMeter(["a thread"]), ThreadMeter(["another"])
     assert meter.look() is None
     with working(b"a thread"):
-        found = used(meter)
-        assert found is not None
-        assert 0 < found < 1.5
-        assert used(other) is None
-    assert used(meter) is None  # it has ended
-    with working(b"a thread"), working(b"another"):
-        assert used(meter)  # one that begins later is found
+        until(meter, bool)
+        assert other.look() is None
+        with working(b"another"):
+            until(other, bool)
+        until(other, lambda found: found is None)  # it has ended
+        until(meter, bool)
+    with working(b"another"):
+        until(other, bool)  # one that begins later is found

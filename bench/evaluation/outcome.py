@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -71,36 +71,50 @@ class EvaluationOutcome:
 
     @staticmethod
     def joined(outcomes: Sequence[EvaluationOutcome]) -> EvaluationOutcome:
-        """Return one outcome of all groups, each from one run, as if the first run had gone on.
+        """Return one outcome of all groups of cases, each from one run, with a note if software differs.
 
         Raises:
             BenchError: A group is in two of the runs, or they were not on the same machine and clusters.
         """
         first = outcomes[0]
+        if len(outcomes) == 1:
+            return first
         clusters = {each.name: each for outcome in outcomes for each in outcome.setting.clusters}
         seen: set[str] = set()
         for outcome in outcomes:
             groups, setting = {each.case.group for each in outcome.rounds}, outcome.setting
             if twice := sorted(seen & groups):
-                raise BenchError(
-                    f"Each group of cases should be in one of the runs. Received: {twice[0]}, twice"
-                )
+                raise BenchError(f"Each case should be in one of the runs. Received: {twice[0]}, twice")
             seen |= groups
-            here = [setting.machine.cpu, setting.machine.cores, *setting.clusters]
-            machine = first.setting.machine
-            there = [machine.cpu, machine.cores, *(clusters[each.name] for each in setting.clusters)]
+            here = [_machine(setting), *(each.description for each in setting.clusters)]
+            there = [_machine(first.setting)]
+            there += [clusters[each.name].description for each in setting.clusters]
             for mine, other in zip(here, there, strict=True):
                 if mine != other:
                     raise BenchError(
-                        f"Runs should be of one machine and its clusters. Received: {other}, and {mine}"
+                        f"The runs should be of one machine and its clusters. Received: {other}; and {mine}"
                     )
         plan = {**first.setting.plan, "groups": [*_planned(outcomes).values()]}
-        notes = tuple(dict.fromkeys(note for of in outcomes for note in of.setting.notes))
+        notes = tuple(
+            dict.fromkeys([*(note for of in outcomes for note in of.setting.notes), *_software(outcomes)])
+        )
         return EvaluationOutcome(
             replace(first.setting, clusters=tuple(clusters.values()), plan=plan, notes=notes),
             tuple(round_ for of in outcomes for round_ in of.rounds),
             tuple(link for of in outcomes for link in of.links),
         )
+
+
+def _machine(setting: Setting) -> str:
+    return f"{setting.machine.cpu} with {setting.machine.cores} cores"
+
+
+def _software(outcomes: Sequence[EvaluationOutcome]) -> Iterator[str]:
+    """Yield a sentence for each software of which the runs had different versions."""
+    for name in dict.fromkeys(name for of in outcomes for name in of.setting.software):
+        versions = [of.setting.software.get(name, "unknown") for of in outcomes]
+        if len(set(versions)) > 1:
+            yield f"The runs had different versions of {name}: {', '.join(versions)}."
 
 
 def _planned(outcomes: Sequence[EvaluationOutcome]) -> dict[str, dict[str, Any]]:

@@ -21,13 +21,17 @@ print(json.dumps({name: known[name] for name in sys.argv[1:] if name in known}))
 
 
 def describe_software(python: str) -> dict[str, str]:
-    """Return versions by name, with the `python` and the `commit`, without those that cannot be found out."""
+    """Return versions by name, with the `python` and the `commit`, without those that cannot be found out.
+
+    A Python of this checkout is named from there, since results are published.
+    """
     try:
         versions: dict[str, str] = json.loads(_said([python, "-c", _PROBE, *_PACKAGES]))
     except (OSError, ValueError, subprocess.SubprocessError):
         versions = {}
     commit = _commit(ROOT)
-    return {"python": python, **({"commit": commit} if commit else {}), **versions}
+    shown = python.removeprefix(f"{ROOT}/")
+    return {"python": shown, **({"commit": commit} if commit else {}), **versions}
 
 
 def _commit(checkout: Path) -> str:

@@ -128,7 +128,7 @@ _ALL = (
         )
         for name, of_what, options in (("local", "", {}), ("local-int8", ", int8", {"compression": "int8"}))
     ),
-    _hvpipe("slow-link", 'link="slow"', {"link": "slow"}, exact=False, uneven=True, least_steps=24),
+    _hvpipe("slow-link", 'link="slow"', {"link": "slow"}, exact=False, uneven=True, least_steps=3 * ROUND),
 )
 
 SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}

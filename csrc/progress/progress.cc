@@ -148,7 +148,7 @@ void Progress::Stop() {
 void Progress::Loop() {
   // By default Linux may fire timers 50 us late, which would double every sleep below.
   prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);
-  prctl(PR_SET_NAME, "hvpipe progress", 0UL, 0UL, 0UL);  // for top and debuggers
+  prctl(PR_SET_NAME, "hvpipe progress", 0UL, 0UL, 0UL);  // for debuggers and monitor/utilization.py
   AskForShortTurns();
   PassResult result;
   for (;;) {

@@ -19,7 +19,9 @@ from hvpipe.trace.sample import GpuReading, Sample, Utilization, sample_events, 
 
 PERIOD_S = 0.1
 _MOST_OF_A_CORE = 0.008  # the last look comes on top, and docs/gpu.md promises less than 0.01 in all
-_COMMUNICATION_THREADS = ("hvpipe progress", "hvpipe MPI sums")  # their names in csrc
+# Its name in csrc/progress. Not "hvpipe MPI sums": a thread that waits in MPI keeps its core as busy as one
+# that moves data.
+_COMMUNICATION_THREADS = ("hvpipe progress",)
 _MOST_SAMPLES = 18_000  # half an hour at 10 Hz; some 20 MB
 
 

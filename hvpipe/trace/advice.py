@@ -31,7 +31,8 @@ _FIGURES = {
     "cores busy with this rank": "cores",
     "cores busy with communication": "cores",
 }
-_LEAST_CORES = 0.1
+_LEAST_CORES = 0.1  # that a rank computes on: with less, samples and events do not belong together
+_MOST_SLOWED = 0.5  # of computing: two threads share a core equally
 _FULL = 0.9  # of the computing time: no cores are free beside it if the host is busy for so long
 _OTHER = "another algorithm, other results"
 
@@ -52,10 +53,10 @@ class StepParts:
         busy_s: The mean core of the rank's host is busy; 0 if that was not sampled. What only moves work
             cannot make a step shorter.
         late_s: What computing, update and rest take longer on this rank than in the mean of the ranks.
-        moving_s: What a rank that does nothing else would take to move a step's data with the cores that it
-            computes on; 0 if cores are free for it, or it is not known.
         ranks: How many ranks there are.
         reduces: How many buckets are reduced in a step.
+        moving_s: What the rank would take to move a step's data on the cores that it computes on, if it did
+            nothing else; 0 if cores are free for it, or it is not known.
         onednn: Whether TensorFlow computed with oneDNN; None: not known.
     """
 
@@ -88,7 +89,7 @@ class StepParts:
     def slowed_s(self) -> float:
         """Of `computing_s`, what moving data beside it takes of the cores."""
         beside = 1 - self.link_s / self.reducing_s if self.reducing_s > 0 else 0.0
-        return min(self.moving_s * max(0.0, beside), self.computing_s / 2)
+        return min(self.moving_s * max(0.0, beside), _MOST_SLOWED * self.computing_s)
 
     @property
     def latency_s(self) -> float:
@@ -261,9 +262,10 @@ def changes(parts: StepParts, trained_with: Any) -> list[Change]:
 
     A change that sends less shortens the time in which buckets are reduced, but for their latency, and so at
     most the time in which the link is waited for. What the change itself computes is not counted. "local"
-    hides an average behind the steps of a round. Twice the batch counts as twice the computing. Where data
-    moves on the cores that compute, computing takes longer: less with "local", and no more with twice the
-    batch. Cores that are busy stay so: what only hides more does not free them.
+    hides an average behind the steps of a round. Twice the batch counts as twice the computing. Data that
+    moves on the cores that compute slows computing. "local" moves less, so it slows it less; twice the batch
+    moves as much, so it slows it as long. Cores that are busy stay so: what only hides more does not free
+    them.
 
     Args:
         parts: Of the run.

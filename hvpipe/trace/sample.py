@@ -36,8 +36,8 @@ class GpuReading:
 class Sample:
     """One reading of the host, the process and its GPU. Shares are 0 to 1; None if it cannot be measured.
 
-    `communication_cores` is the part of `process_cores` that hvpipe's own threads take: what moving data and
-    adding it up costs.
+    `communication_cores` is the part of `process_cores` that hvpipe's own thread takes to look for data, move
+    it and add it up.
     """
 
     time_s: float

@@ -243,6 +243,8 @@ def test_report_prints_the_figures_of_a_folder(tmp_path: Path, capsys: pytest.Ca
     assert EvaluationOutcome.read(tmp_path / "a") == outcome(*rounds)
     shown = capsys.readouterr().out
     assert "hvpipe-step   2 s" in shown
+    assert command.main(["report", folder, folder]) == 2
+    assert "in one of the runs" in capsys.readouterr().err
     assert command.main(["report", folder, "--json"]) == 0
     cases = json.loads(capsys.readouterr().out)["cases"]
     assert [(each["key"], each["efficiency"]) for each in cases] == [

@@ -141,6 +141,8 @@ def traced(trace: Path, *options: str | Path) -> Run:
     for rank in (0, 1):
         found = Counter(event.category for event in read.events if event.rank == rank)
         assert parts <= set(found), f"rank {rank}: {found}"
+        moving = [event for event in read.of("utilization", rank) if "communication" in event.name]
+        assert max(event.args["cores"] for event in moving) > 0
         # Once per step. The first and the last step may be cut off.
         assert min(found["forward"], found["backward"], found["update"]) >= found["step"] - 2, found
     advised = step_parts(read)

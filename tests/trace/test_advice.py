@@ -230,6 +230,13 @@ def test_moving_data_beside_computing_slows_it() -> None:
     for strange in (float("nan"), float("inf"), -1.0, 0.0):
         assert parts_of(sampled(0.9, strange, 0.2)).moving_s == 0
         assert parts_of(sampled(0.9, 0.9, strange)).moving_s == 0
+    # Half of the reduce is beside a longer backward: the rank computes for 8.5 s.
+    events_ = sampled(1.0, 0.95, 0.2).events
+    longer = [replace(e, end_s=e.end_s + 1.5) if e.category == "backward" else e for e in events_]
+    beside = parts_of(Trace(tuple(longer), {}))
+    assert (beside.computing_s, beside.link_s) == (7.5, 0.5)
+    assert (beside.moving_s, beside.slowed_s) == (pytest.approx(2), pytest.approx(1))
+    assert replace(PARTS, moving_s=30.0).slowed_s == 3
     # A third of the reducing is beside computing.
     found = speedups(replace(PARTS, moving_s=3.0, busy_s=9.0), overlap="step", refuses=["int8", "bf16"])
     assert found["twice the batch, in samples per second"] == pytest.approx(20 / 14)

@@ -309,8 +309,12 @@ def test_runs_of_different_cases_are_joined(tmp_path: Path) -> None:
     assert joined.rounds == first.rounds + second.rounds
     assert joined.setting.title == first.setting.title
     assert joined.setting.plan["groups"] == both
+    assert joined.setting.notes == first.setting.notes
+    newer = replace(second, setting=replace(second.setting, software={"keras": "3"}))
+    assert EvaluationOutcome.joined([first, newer]).setting.notes[-1].endswith("of keras: unknown, 3.")
+    assert EvaluationOutcome.joined([first]) == first
     with pytest.raises(BenchError, match=r"in one of the runs. Received: digits-64/8/.*, twice"):
         EvaluationOutcome.joined([first, first])
     other = replace(second, setting=replace(second.setting, machine=replace(second.setting.machine, cores=7)))
-    with pytest.raises(BenchError, match=r"one machine and its clusters. Received: \d+, and 7"):
+    with pytest.raises(BenchError, match=r"one machine and its clusters. Received: .* cores; and .* with 7"):
         EvaluationOutcome.joined([first, other])
