@@ -70,8 +70,9 @@ def _drawn(groups: Sequence[tuple[str, float, Sequence[CaseFigures]]]) -> Any:
             title, colour = _SYSTEMS[row.case.system]
             times = row.step_s / alone_s
             legend[title] = axes.barh(place, times, height=0.86, color=colour)
-            axes.text(times, place, f" {times:.2f}  ({format_time(row.step_s)})", va="center", fontsize=7)
             own = (row.alone_s or alone_s) / alone_s
+            said = f" {times:.2f}  ({format_time(row.step_s)})"
+            axes.text(max(times, own), place, said, va="center", fontsize=7)
             axes.plot([own, own], [place - 0.43, place + 0.43], color="black", linewidth=1)
         middles.append(top + (len(rows) - 1) / 2)
         top += height
