@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
 _EVERY = 32
-_OF_A_THREAD = (
-    0b110  # a clock: CPUCLOCK_PERTHREAD_MASK and CPUCLOCK_SCHED of the kernel's posix-timers_types.h
-)
+# A thread's CPU clock: CPUCLOCK_PERTHREAD_MASK and CPUCLOCK_SCHED of the kernel's posix-timers_types.h.
+_OF_A_THREAD = 0b110
 
 
 def boot_id() -> str:
@@ -38,15 +36,15 @@ def started_s(pid: int) -> float | None:
 
 
 class ThreadMeter:
-    """Measures the cores that threads of this process keep busy between readings, by the threads' names.
+    """Measures the cores that the threads of one name in this process keep busy between readings.
 
     Threads may begin and end. New ones are looked for when one has ended, and at every 32nd reading: to read
     the names of all threads takes some ms.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        """Take names as Linux keeps them, of at most 15 characters."""
-        self._names = frozenset(names)
+    def __init__(self, name: str) -> None:
+        """Take a name as Linux keeps it, of at most 15 characters."""
+        self._name = name
         self._used_s: dict[int, float] = {}
         self._looks = 0
         self._at_s = time.monotonic()
@@ -65,12 +63,12 @@ class ThreadMeter:
         return busy_s / (now_s - before_s) if known else None
 
     def _found(self) -> list[int]:
-        """Return the kernel's numbers of all threads of these names."""
+        """Return the kernel's numbers of all threads of this name."""
         found = []
         with suppress(OSError):  # no /proc, or a thread has ended meanwhile
             for thread in _THREADS.iterdir():
                 with suppress(OSError):
-                    if (thread / "comm").read_text().strip() in self._names:
+                    if (thread / "comm").read_text().strip() == self._name:
                         found.append(int(thread.name))
         return found
 

@@ -34,17 +34,16 @@ def working(name: bytes) -> Iterator[None]:
         thread.join()
 
 
-def until(meter: ThreadMeter, wanted: Callable[[float | None], bool]) -> float | None:
-    """Look until a figure is as wanted, and return it."""
+def until(meter: ThreadMeter, wanted: Callable[[float | None], bool]) -> None:
+    """Look until a figure is as wanted."""
     deadline_s = time.monotonic() + 60
     while not wanted(found := meter.look()):
         assert time.monotonic() < deadline_s, found
         time.sleep(0.001)  # so that a thread works meanwhile
-    return found
 
 
 def test_only_threads_of_a_name_are_measured() -> None:
-    meter, other = ThreadMeter(["a thread"]), ThreadMeter(["another"])
+    meter, other = ThreadMeter("a thread"), ThreadMeter("another")
     assert meter.look() is None
     with working(b"a thread"):
         until(meter, bool)

@@ -81,18 +81,17 @@ class EvaluationOutcome:
             return first
         clusters = {each.name: each for outcome in outcomes for each in outcome.setting.clusters}
         seen: set[str] = set()
+        facts: dict[str, str] = {}
         for outcome in outcomes:
             groups, setting = {each.case.group for each in outcome.rounds}, outcome.setting
             if twice := sorted(seen & groups):
                 raise BenchError(f"Each case should be in one of the runs. Received: {twice[0]}, twice")
             seen |= groups
-            here = [_machine(setting), *(each.description for each in setting.clusters)]
-            there = [_machine(first.setting)]
-            there += [clusters[each.name].description for each in setting.clusters]
-            for mine, other in zip(here, there, strict=True):
-                if mine != other:
+            machine = f"{setting.machine.cpu} with {setting.machine.cores} cores"
+            for name, fact in [("", machine), *((each.name, each.description) for each in setting.clusters)]:
+                if (other := facts.setdefault(name, fact)) != fact:
                     raise BenchError(
-                        f"The runs should be of one machine and its clusters. Received: {other}; and {mine}"
+                        f"The runs should be of one machine and its clusters. Received: {other}; and {fact}"
                     )
         plan = {**first.setting.plan, "groups": [*_planned(outcomes).values()]}
         notes = tuple(
@@ -103,10 +102,6 @@ class EvaluationOutcome:
             tuple(round_ for of in outcomes for round_ in of.rounds),
             tuple(link for of in outcomes for link in of.links),
         )
-
-
-def _machine(setting: Setting) -> str:
-    return f"{setting.machine.cpu} with {setting.machine.cores} cores"
 
 
 def _software(outcomes: Sequence[EvaluationOutcome]) -> Iterator[str]:

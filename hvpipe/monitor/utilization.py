@@ -21,7 +21,7 @@ PERIOD_S = 0.1
 _MOST_OF_A_CORE = 0.008  # the last look comes on top, and docs/gpu.md promises less than 0.01 in all
 # Its name in csrc/progress. Not "hvpipe MPI sums": a thread that waits in MPI keeps its core as busy as one
 # that moves data.
-_COMMUNICATION_THREADS = ("hvpipe progress",)
+_COMMUNICATION_THREAD = "hvpipe progress"
 _MOST_SAMPLES = 18_000  # half an hour at 10 Hz; some 20 MB
 
 
@@ -102,7 +102,7 @@ class Sampler:
         return list(self._notes)
 
     def _run(self) -> None:
-        meters = CpuMeter(), ThreadMeter(_COMMUNICATION_THREADS)
+        meters = CpuMeter(), ThreadMeter(_COMMUNICATION_THREAD)
         with self._open_gpu() as gpu:
             self._look_until_stopped(meters, gpu)
 

@@ -193,8 +193,9 @@ def _parts_of(trace: Trace, rank: int, skipped: int, late: Sequence[Interval]) -
     whole_s, model_s, busy_s, sent_s, known_s, forward_s, reducing_s = map(fmean, zip(*rows, strict=True))
     if whole_s <= 0:
         return "its steps take no time"
-    means = _mean_figures(trace, rank, steps[0][0], steps[-1][1])
-    host_s, used_s, moved_s = (means.get(name, 0.0) * whole_s for name in _FIGURES)
+    host_s, used_s, moved_s = (
+        whole_s * _mean_figure(trace, rank, name, (steps[0][0], steps[-1][1])) for name in _FIGURES
+    )
     waited_share = (sent_s - busy_s) / reducing_s if reducing_s > 0 else 0.0
     cores = (used_s - moved_s * waited_share) / max(busy_s, 1e-9)  # that it computes on
     shared = cores > _LEAST_CORES and host_s >= _FULL * busy_s
@@ -220,22 +221,19 @@ def _begun_within(steps: Sequence[Interval], events: Iterable[Event]) -> int:
     return sum(steps[0][0] <= event.start_s <= steps[-1][1] for event in events)
 
 
-def _mean_figures(trace: Trace, rank: int, start_s: float, end_s: float) -> dict[str, float]:
-    """Return the means of the sampled figures of a rank within a time, of those that are known."""
-    found: dict[str, float] = {}
-    for name, key in _FIGURES.items():
-        looks = [event for event in trace.of("utilization", rank) if event.name == name]
-        spans = [
-            (now.start_s - before.start_s, now.args.get(key))
-            for before, now in pairwise(looks)
-            if start_s <= before.start_s and now.start_s <= end_s
-        ]
-        known = [
-            (span_s, value) for span_s, value in spans if isinstance(value, int | float) and 0 <= value < inf
-        ]
-        if (whole_s := sum(span_s for span_s, _ in known)) > 0:
-            found[name] = sum(span_s * value for span_s, value in known) / whole_s
-    return found
+def _mean_figure(trace: Trace, rank: int, name: str, time: Interval) -> float:
+    """Return the mean of a sampled figure of a rank within a time; 0 if not known."""
+    looks = [event for event in trace.of("utilization", rank) if event.name == name]
+    spans = [
+        (now.start_s - before.start_s, now.args.get(_FIGURES[name]))
+        for before, now in pairwise(looks)
+        if time[0] <= before.start_s and now.start_s <= time[1]
+    ]
+    known = [
+        (span_s, value) for span_s, value in spans if isinstance(value, int | float) and 0 <= value < inf
+    ]
+    whole_s = sum(span_s for span_s, _ in known)
+    return sum(span_s * value for span_s, value in known) / whole_s if whole_s > 0 else 0.0
 
 
 def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
